@@ -1,0 +1,206 @@
+// The C API of pyspark_moe: expert residency for mixture-of-experts models in llama.cpp.
+//
+// What the handles are:
+//   spark_store   the experts of ONE model file: where each expert is now (a fast slot or its home), the memory that
+//                 holds them, the counters, and the thread that moves them. It hands llama.cpp a buffer type; the
+//                 model that is loaded through that buffer type reads its experts from the store. Owner: the caller
+//                 of spark_store_init. Memory that a loaded model still reads outlives spark_store_free and is
+//                 released with the last model, so models, contexts and stores may be freed in any order.
+//   spark_http_reply   the answer under construction inside spark_server_callbacks::http_get, and only there.
+//
+// What this header refuses to know: HTTP, JSON, profiles, budgets, agent history, Python.
+//
+// Every function that can fail returns a spark_status; the text for the person who can act is in spark_last_error(),
+// per thread, valid until the next failing call of that thread. An `out` is written only on SPARK_STATUS_OK.
+// Functions may be called from any thread unless they say otherwise. No C++ exception crosses this boundary.
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// The part between the markers is plain C99 that cffi parses: no includes, conditionals, macros with arguments.
+/* cffi:begin */
+
+#define SPARK_API_VERSION 1
+
+enum spark_status {
+    SPARK_STATUS_OK               = 0,
+    SPARK_STATUS_INVALID_ARGUMENT = 1, // a value is out of range; nothing changed
+    SPARK_STATUS_NOT_FOUND        = 2, // a file does not exist or may not be read; nothing changed
+    SPARK_STATUS_BAD_FORMAT       = 3, // a file is not the GGUF it claims to be; nothing changed
+    SPARK_STATUS_NO_EXPERTS       = 4, // the model has no routed experts (it is dense); nothing changed
+    SPARK_STATUS_IO               = 5, // the operating system refused a read; the message has its reason
+    SPARK_STATUS_OUT_OF_MEMORY    = 6, // memory or address space was refused; the message has the size
+    SPARK_STATUS_BAD_STATE        = 7, // the call does not fit the life cycle (e.g. a plan after loading); nothing changed
+    SPARK_STATUS_INTERNAL         = 8  // a bug in this library
+};
+
+// Structures whose size the caller checks at load, see spark_sizeof.
+enum spark_struct {
+    SPARK_STRUCT_STORE_PARAMS     = 0,
+    SPARK_STRUCT_LAYER_INFO       = 1,
+    SPARK_STRUCT_LAYER_PLAN       = 2,
+    SPARK_STRUCT_PLAN             = 3,
+    SPARK_STRUCT_STATS            = 4,
+    SPARK_STRUCT_SERVER_MODEL     = 5,
+    SPARK_STRUCT_SERVER_CALLBACKS = 6
+};
+
+// What chooses the expert that leaves a fast slot.
+enum spark_policy {
+    SPARK_POLICY_FREQUENCY = 0, // lowest use count with exponential decay; ties: least recently used. The default
+    SPARK_POLICY_STATIC    = 1, // experts never change slots after loading
+    SPARK_POLICY_CHAOS     = 2  // tests only: FREQUENCY, and a thread that promotes and evicts at random all the time
+};
+
+struct spark_store;
+struct spark_http_reply;
+
+struct spark_store_params {
+    const char * model_path; // UTF-8; the first shard of a split GGUF; copied
+    int32_t n_io_threads;    // threads that read missed experts, 1..64; 0: the default (8)
+    bool    direct_io;       // read experts past the page cache where the file system allows; default true
+    bool    lock_fast;       // lock fast slots in RAM as far as RLIMIT_MEMLOCK allows; default true
+};
+
+// One MoE layer, as the GGUF describes it.
+struct spark_layer_info {
+    int32_t  layer;        // block number in the model
+    int32_t  n_expert;     // routed experts
+    int32_t  n_tensors;    // expert tensors: 3 for gate, up, down; 2 for fused gate_up, down
+    uint64_t expert_bytes; // bytes of one expert, over all its tensors
+};
+
+// Fast slots of one layer.
+struct spark_layer_plan {
+    int32_t layer;           // block number
+    int32_t n_fast;          // fast slots, 0..n_expert; n_expert: all resident
+    int32_t n_pinned;        // the first n_pinned of `initial` are never evicted, 0..n_initial
+    int32_t n_initial;       // experts to load into fast slots before serving, 0..n_fast
+    const int32_t * initial; // n_initial distinct expert ids, hottest first; copied
+};
+
+struct spark_plan {
+    int32_t  n_layers;
+    const struct spark_layer_plan * layers; // copied; a layer that is not named gets n_fast = 0
+    int32_t  policy;                        // enum spark_policy
+    uint64_t seed;                          // of the chaos policy
+};
+
+// Counters since the model was loaded. Units: uses are (token, expert) selections, bytes are bytes.
+struct spark_stats {
+    int32_t  layer;          // block number; -1 for the sum over layers
+    int32_t  n_expert;       // routed experts
+    int32_t  n_fast;         // fast slots
+    int32_t  n_resident;     // experts in fast slots now
+    uint64_t uses;           // selections routed; uses = hits + misses
+    uint64_t hits;           // selections whose expert was in a fast slot when the step reached the layer
+    uint64_t misses;         // selections whose expert was not
+    uint64_t misses_home;    // of these, how many were read from the home slot in place (no fast slot was free)
+    uint64_t bytes_read;     // bytes read from home into fast slots
+    uint64_t bytes_home;     // bytes of experts read in place from home slots, once per step and expert
+    uint64_t promotions;     // experts copied into a fast slot, at load or later
+    uint64_t evictions;      // experts that left a fast slot
+    uint64_t fast_bytes;     // bytes of the fast slots
+    uint64_t locked_bytes;   // of these, locked in RAM
+    uint64_t read_ns;        // time steps waited for reads, ns
+};
+
+uint32_t     spark_api_version(void);
+// Size of a structure in bytes as compiled, 0 for an unknown one.
+size_t       spark_sizeof(int32_t which);
+// Text of the last failure of this thread; "" when there was none. Never NULL.
+const char * spark_last_error(void);
+
+// Opens a GGUF (all shards) and lists its MoE layers; reads no tensor data.
+// OK, INVALID_ARGUMENT, NOT_FOUND, BAD_FORMAT, NO_EXPERTS, OUT_OF_MEMORY.
+int32_t spark_store_init(const struct spark_store_params * params, struct spark_store ** out);
+// Frees the handle; NULL is allowed. Memory that a loaded model reads is released with that model.
+void    spark_store_free(struct spark_store * store);
+
+int32_t spark_store_n_layers(const struct spark_store * store);
+// Layer by index 0..n_layers-1, in block order. OK, INVALID_ARGUMENT.
+int32_t spark_store_get_layer_info(const struct spark_store * store, int32_t index, struct spark_layer_info * out);
+
+// Sets slots and initial experts; before the model is loaded. Without a plan every expert is fast.
+// OK, INVALID_ARGUMENT (nothing changed), BAD_STATE (a model is loaded already).
+int32_t spark_store_set_plan(struct spark_store * store, const struct spark_plan * plan);
+
+// For llama_model_params.tensor_buft_overrides: an array of llama_model_tensor_buft_override ended by {NULL, NULL};
+// it lives as long as the process. Load the model of model_path, and no other, through it.
+const void * spark_store_get_overrides(struct spark_store * store);
+// True from the moment llama.cpp has allocated the experts of a model until that model is freed.
+bool    spark_store_is_loaded(const struct spark_store * store);
+
+// Sum over layers. OK.
+int32_t spark_store_get_stats(const struct spark_store * store, struct spark_stats * out);
+// One layer by index. OK, INVALID_ARGUMENT.
+int32_t spark_store_get_layer_stats(const struct spark_store * store, int32_t index, struct spark_stats * out);
+// slots[n_expert]: the fast slot of each expert, or -1 when it is read from home. OK, INVALID_ARGUMENT, BAD_STATE.
+int32_t spark_store_get_residency(const struct spark_store * store, int32_t index, int32_t * slots, int32_t n_expert);
+// counts[n_expert]: uses of each expert since loading. OK, INVALID_ARGUMENT.
+int32_t spark_store_get_counts(const struct spark_store * store, int32_t index, uint64_t * counts, int32_t n_expert);
+// Puts the counters back to zero; residency stays.
+int32_t spark_store_reset_stats(struct spark_store * store);
+// Waits until the swap engine has nothing to do, at most timeout_ms. OK, BAD_STATE (still busy).
+int32_t spark_store_wait_idle(struct spark_store * store, int32_t timeout_ms);
+
+// What llama-server is about to load; valid during the callback.
+struct spark_server_model {
+    const char * path;        // resolved model file (after a download, if any), UTF-8
+    const char * draft_path;  // draft model or ""
+    int32_t n_ctx;            // 0: from the model
+    int32_t n_batch;
+    int32_t n_ubatch;
+    int32_t n_parallel;
+    int32_t n_gpu_layers;     // -1: auto
+    bool    use_mmap;
+    bool    use_mlock;
+    bool    has_overrides;    // the user passed -ot, --cpu-moe or --n-cpu-moe
+};
+
+// All are called with `user`; a NULL callback is skipped. None is called from the decode path.
+struct spark_server_callbacks {
+    void * user;
+    // Before the weights are loaded, on the thread of spark_server_run; again after sleep. Sets *store to serve with
+    // residency, or leaves it NULL to serve without. Non-zero: the reason has been printed, exit with status 1.
+    int32_t (*model_loading)(void * user, const struct spark_server_model * model, struct spark_store ** store);
+    // The model is loaded and the server is about to listen; same thread.
+    void    (*model_loaded)(void * user);
+    // A request has ended (or was cancelled); on the inference thread, so it must only note the fact and return.
+    void    (*request_finished)(void * user, int32_t id_slot, int32_t n_prompt, int32_t n_decoded, double prompt_ms, double decode_ms);
+    // A GET on one of `routes`, on an HTTP thread. Non-zero: answered with status 500.
+    int32_t (*http_get)(void * user, const char * path, struct spark_http_reply * reply);
+    // The value of "spark" in /props, JSON, set through spark_http_reply_set; on an HTTP thread.
+    int32_t (*props)(void * user, struct spark_http_reply * reply);
+    // Serving has ended, before the model is freed; on the thread of spark_server_run.
+    void    (*shutdown)(void * user);
+    const char * const * routes; // paths for http_get, n_routes of them, e.g. "/spark/stats"
+    int32_t n_routes;
+};
+
+// Sets the answer; copies. status: an HTTP status code.
+void    spark_http_reply_set(struct spark_http_reply * reply, int32_t status, const char * content_type, const char * body, size_t n_body);
+
+// Runs llama-server in this thread until it ends; argv as for the llama-server binary, argv[0] included.
+// Installs llama-server's own handlers for SIGINT and SIGTERM. Once per process at a time.
+// OK with *exit_code = what llama-server would have exited with; INVALID_ARGUMENT, BAD_STATE (already running).
+int32_t spark_server_run(int32_t argc, const char * const * argv, const struct spark_server_callbacks * callbacks, int32_t * exit_code);
+/* cffi:end */
+
+#ifdef __cplusplus
+}
+#endif
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
