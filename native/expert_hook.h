@@ -14,6 +14,6 @@ struct spark_expert_hook {
     // Adds the op that turns ids [n_expert_used, n_tokens] (I32, any strides) into slots of the same shape.
     // `context` identifies the context that will compute the graph.
     struct ggml_tensor * (*route)(struct ggml_context * ctx, const struct spark_expert_hook * hook, struct ggml_tensor * ids, const void * context);
-    // Called on the product of the layer's last matrix; returns it, or an op on top of it that ends the use of the slots.
-    struct ggml_tensor * (*finish)(struct ggml_context * ctx, const struct spark_expert_hook * hook, struct ggml_tensor * product, const void * context);
+    // Called after each product; may add a node to `gf` that ends the use of the slots once `product` is computed.
+    void (*finish)(struct ggml_context * ctx, struct ggml_cgraph * gf, const struct spark_expert_hook * hook, struct ggml_tensor * product, const void * context);
 };
