@@ -186,6 +186,11 @@ struct spark_server_callbacks {
     void    (*shutdown)(void * user);
     const char * const * routes; // paths for http_get, n_routes of them, e.g. "/spark/stats"
     int32_t n_routes;
+    int32_t n_child_args;
+    // Router mode: the program that starts a child instead of this process's executable (NULL: that executable), and
+    // arguments added to those llama-server gives its children, n_child_args of them.
+    const char * child_program;
+    const char * const * child_args;
 };
 
 // Sets the answer; copies. status: an HTTP status code.

@@ -1,0 +1,50 @@
+#include "residency_policy.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace spark {
+
+static constexpr double WEIGHT_MAX     = 1e100; // far from overflow even times a large batch
+static constexpr double REPLACE_MARGIN = 1.25;
+
+residency_policy::residency_policy(int32_t n_expert, double half_life)
+    : growth(std::exp2(1.0 / half_life)), scores(n_expert, 0.0), last_used(n_expert, 0) {}
+
+void residency_policy::advance(int64_t n_tokens) {
+    tick++;
+    // one huge batch must not overflow the weight: beyond 1024 tokens older uses are negligible anyway
+    weight *= std::pow(growth, (double) std::min<int64_t>(n_tokens, 4096));
+    if (weight > WEIGHT_MAX) {
+        renormalise();
+    }
+}
+
+void residency_policy::renormalise() {
+    for (double & s : scores) {
+        s /= weight;
+    }
+    weight = 1;
+}
+
+void residency_policy::record(int32_t expert, int64_t n) {
+    scores[expert] += weight * (double) n;
+    last_used[expert] = tick;
+}
+
+void residency_policy::select_victims(std::vector<int32_t> & candidates, size_t n) const {
+    const auto colder = [&](int32_t a, int32_t b) {
+        if (scores[a]    != scores[b])    { return scores[a]    < scores[b]; }
+        if (last_used[a] != last_used[b]) { return last_used[a] < last_used[b]; }
+        return a < b;
+    };
+    n = std::min(n, candidates.size());
+    std::partial_sort(candidates.begin(), candidates.begin() + n, candidates.end(), colder);
+    candidates.resize(n);
+}
+
+bool residency_policy::should_replace(int32_t expert, int32_t resident) const {
+    return scores[expert] > scores[resident] * REPLACE_MARGIN;
+}
+
+} // namespace spark

@@ -1,0 +1,41 @@
+// Which expert should be in a fast slot: use counts with exponential decay. Pure bookkeeping of one layer: no I/O, no
+// time, no threads, no locks; the caller serialises.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace spark {
+
+class residency_policy {
+public:
+    // half_life: tokens after which a past use counts half.
+    explicit residency_policy(int32_t n_expert, double half_life = 512.0);
+
+    // A step of n_tokens begins; uses recorded after it weigh more than those before.
+    void advance(int64_t n_tokens);
+    // The step selected `expert` n times.
+    void record(int32_t expert, int64_t n);
+    // Hotter is greater; comparable between experts of this layer at any one time.
+    double score(int32_t expert) const { return scores[expert]; }
+
+    // The `n` candidates that should leave first, coldest first; ties: least recently used. Reorders `candidates` and
+    // shortens it to at most n.
+    void select_victims(std::vector<int32_t> & candidates, size_t n) const;
+
+    // True when `expert` is worth the copy into the slot of `resident`: hotter by a margin, so that two experts of
+    // equal heat do not take turns.
+    bool should_replace(int32_t expert, int32_t resident) const;
+
+private:
+    void renormalise();
+
+    double  growth;     // weight of a use grows by this factor per token, instead of decaying every score
+    double  weight = 1; // of a use now
+    int64_t tick   = 0;
+    std::vector<double>  scores;    // [n_expert]
+    std::vector<int64_t> last_used; // [n_expert]
+};
+
+} // namespace spark

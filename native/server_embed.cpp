@@ -1,0 +1,185 @@
+// llama-server inside this process: its entry function, with our callbacks behind its hooks (patches/0040).
+#include "spark_moe.h"
+
+#include "server_hooks.h"
+#include "status.h"
+
+#include "common.h"
+#include "llama.h"
+#include "server-common.h"
+#include "server-context.h"
+#include "server-http.h"
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+#include <vector>
+
+int llama_server_with_hooks(int argc, char ** argv, server_hooks * hooks);
+
+struct spark_http_reply {
+    int32_t     status = 200;
+    std::string content_type;
+    std::string body;
+};
+
+namespace {
+
+class callback_hooks : public server_hooks {
+public:
+    explicit callback_hooks(const spark_server_callbacks & callbacks) : callbacks(callbacks) {}
+
+    void on_routes(server_http_context & http, server_routes & routes) override {
+        for (int32_t i = 0; i < callbacks.n_routes; i++) {
+            const std::string path = callbacks.routes[i];
+            http.get(path, [this, path](const server_http_req &) { return answer(path); });
+        }
+        if (callbacks.props) {
+            const server_http_context::handler_t upstream = routes.get_props;
+            routes.get_props = [this, upstream](const server_http_req & req) { return add_props(upstream(req)); };
+        }
+    }
+
+    bool on_model_loading(common_params & params) override {
+        if (!callbacks.model_loading) {
+            return true;
+        }
+        if (overrides_of_user.empty()) {
+            overrides_of_user = params.tensor_buft_overrides; // after sleep the params still carry those of the last store
+        }
+        const std::string draft_path = params.speculative.draft.mparams.path;
+        spark_server_model model = {};
+        model.path          = params.model.path.c_str();
+        model.draft_path    = draft_path.c_str();
+        model.n_ctx         = params.n_ctx;
+        model.n_batch       = params.n_batch;
+        model.n_ubatch      = params.n_ubatch;
+        model.n_parallel    = params.n_parallel;
+        model.n_gpu_layers  = params.n_gpu_layers;
+        model.use_mmap      = params.load_mode == LLAMA_LOAD_MODE_AUTO || params.load_mode == LLAMA_LOAD_MODE_MMAP || params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK;
+        model.use_mlock     = params.load_mode == LLAMA_LOAD_MODE_MLOCK || params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK;
+        model.has_overrides = !overrides_of_user.empty() && overrides_of_user.front().pattern != nullptr;
+
+        spark_store * store = nullptr;
+        if (callbacks.model_loading(callbacks.user, &model, &store) != 0) {
+            return false;
+        }
+        if (store) {
+            use_store(params, store);
+        } else {
+            params.tensor_buft_overrides = overrides_of_user;
+        }
+        return true;
+    }
+
+    void on_model_loaded() override {
+        if (callbacks.model_loaded) {
+            callbacks.model_loaded(callbacks.user);
+        }
+    }
+
+    void on_request_finished(int id_slot, const server_slot_stats & stats) override {
+        if (callbacks.request_finished) {
+            callbacks.request_finished(callbacks.user, id_slot, (int32_t) stats.n_prompt_processed, (int32_t) stats.n_gen, stats.t_prompt_ms(), stats.t_gen_ms());
+        }
+    }
+
+    void on_shutdown() override {
+        if (callbacks.shutdown) {
+            callbacks.shutdown(callbacks.user);
+        }
+    }
+
+    void on_child_args(std::vector<std::string> & args) override {
+        if (callbacks.child_program && !args.empty()) {
+            args[0] = callbacks.child_program;
+        }
+        args.insert(args.end(), callbacks.child_args, callbacks.child_args + callbacks.n_child_args);
+    }
+
+private:
+    void use_store(common_params & params, spark_store * store) const {
+        // the user's own overrides come first, so they win
+        std::vector<llama_model_tensor_buft_override> overrides;
+        for (const auto & o : overrides_of_user) {
+            if (o.pattern) {
+                overrides.push_back(o);
+            }
+        }
+        for (auto * o = (const llama_model_tensor_buft_override *) spark_store_get_overrides(store); o->pattern; o++) {
+            overrides.push_back(*o);
+        }
+        overrides.resize(std::max(overrides.size() + 1, overrides_of_user.size()), { nullptr, nullptr });
+        params.tensor_buft_overrides = overrides;
+
+        // A mapping of the whole file would be read ahead and stay resident, experts included.
+        if (params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
+            params.load_mode = LLAMA_LOAD_MODE_MLOCK;
+        } else if (params.load_mode != LLAMA_LOAD_MODE_MLOCK && params.load_mode != LLAMA_LOAD_MODE_DIRECT_IO) {
+            params.load_mode = LLAMA_LOAD_MODE_NONE;
+        }
+        params.warmup = false; // llama.cpp warms up by selecting every expert: a full read of the file
+    }
+
+    server_http_res_ptr answer(const std::string & path) const {
+        spark_http_reply reply;
+        const bool ok = callbacks.http_get && callbacks.http_get(callbacks.user, path.c_str(), &reply) == 0;
+        auto res = std::make_unique<server_http_res>();
+        res->status = ok ? reply.status : 500;
+        if (ok && !reply.content_type.empty()) {
+            res->content_type = reply.content_type;
+        }
+        res->data = ok ? reply.body : R"({"error":{"code":500,"message":"the handler of this route failed, see the server's log","type":"server_error"}})";
+        return res;
+    }
+
+    server_http_res_ptr add_props(server_http_res_ptr res) const {
+        spark_http_reply reply;
+        if (res && res->status == 200 && callbacks.props(callbacks.user, &reply) == 0) {
+            try {
+                json props = json::parse(res->data);
+                props["spark"] = json::parse(reply.body);
+                res->data = safe_json_to_str(props);
+            } catch (const std::exception & e) {
+                spark::log(spark::log_level::error, "cannot add \"spark\" to /props: %s", e.what());
+            }
+        }
+        return res;
+    }
+
+    const spark_server_callbacks callbacks;
+    std::vector<llama_model_tensor_buft_override> overrides_of_user;
+};
+
+std::atomic<bool> is_running { false };
+
+} // namespace
+
+void spark_http_reply_set(spark_http_reply * reply, int32_t status, const char * content_type, const char * body, size_t n_body) {
+    if (reply) {
+        reply->status       = status;
+        reply->content_type = content_type ? content_type : "";
+        reply->body.assign(body ? body : "", body ? n_body : 0);
+    }
+}
+
+int32_t spark_server_run(int32_t argc, const char * const * argv, const spark_server_callbacks * callbacks, int32_t * exit_code) {
+    return spark::guard([&] {
+        if (argc < 1 || !argv || !exit_code) {
+            throw spark::error(SPARK_STATUS_INVALID_ARGUMENT, "argv needs at least the program's name, and exit_code must not be NULL");
+        }
+        if (is_running.exchange(true)) {
+            throw spark::error(SPARK_STATUS_BAD_STATE, "a server is running in this process already");
+        }
+        struct reset { ~reset() { is_running = false; } } on_return;
+
+        std::vector<std::string> copies(argv, argv + argc);
+        std::vector<char *> args;
+        for (std::string & copy : copies) {
+            args.push_back(&copy[0]);
+        }
+        args.push_back(nullptr);
+        callback_hooks hooks(callbacks ? *callbacks : spark_server_callbacks {});
+        *exit_code = llama_server_with_hooks(argc, args.data(), &hooks);
+    });
+}

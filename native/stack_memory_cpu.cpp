@@ -1,0 +1,131 @@
+#include "stack_memory.h"
+
+#include "status.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22 // Linux 5.14
+#endif
+#ifndef MLOCK_ONFAULT
+#define MLOCK_ONFAULT 1
+#endif
+#ifndef PR_SET_VMA
+#define PR_SET_VMA           0x53564d41
+#define PR_SET_VMA_ANON_NAME 0
+#endif
+
+namespace spark {
+
+namespace {
+
+class stack_memory_cpu : public stack_memory {
+public:
+    stack_memory_cpu(const stack_layout & layout, bool lock_fast) : layout(layout), page(sysconf(_SC_PAGESIZE)) {
+        slots = layout.home_slot + layout.n_expert;
+
+        reserved_size = (size_t) slots * layout.stride + 2 * page;
+        reserved = mmap(nullptr, reserved_size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (reserved == MAP_FAILED) {
+            throw error(SPARK_STATUS_OUT_OF_MEMORY, format("cannot reserve %.1f MiB of address space for an expert stack: %s",
+                reserved_size / 1048576.0, strerror(errno)));
+        }
+        // Homes lie in memory as they lie in the file, so slot 0 starts where that puts it within a page.
+        const size_t home_shift = ((size_t) layout.home_slot * layout.stride) % page;
+        start = (char *) reserved + (layout.home_offset % page + page - home_shift) % page;
+
+        try {
+            map_home();
+            map_fast(lock_fast);
+        } catch (...) {
+            munmap(reserved, reserved_size);
+            throw;
+        }
+    }
+
+    ~stack_memory_cpu() override {
+        munmap(reserved, reserved_size);
+    }
+
+    char *  base()         const override { return start; }
+    int32_t n_slots()      const override { return slots; }
+    size_t  fast_bytes()   const override { return fast_size; }
+    size_t  locked_bytes() const override { return locked ? fast_size : 0; }
+
+    void prefetch_home(int32_t expert) override {
+        char * begin = page_floor(home(expert));
+        const size_t size = page_ceil(home(expert) + layout.stride) - begin;
+        madvise(begin, size, MADV_WILLNEED);
+        // Waits for the pages and maps them, so that the kernel that reads them takes no faults. Older systems fault.
+        madvise(begin, size, MADV_POPULATE_READ);
+    }
+
+    void drop_home(int32_t expert) override {
+        // Pages shared with the neighbours are dropped too: they are read again if somebody needs them.
+        char * begin = page_floor(home(expert));
+        const size_t size = page_ceil(home(expert) + layout.stride) - begin;
+        madvise(begin, size, MADV_DONTNEED);
+        const size_t file_begin = (layout.home_offset + (size_t) expert * layout.stride) / page * page;
+        posix_fadvise(layout.home_fd, (off_t) file_begin, (off_t) size, POSIX_FADV_DONTNEED);
+    }
+
+private:
+    char * home(int32_t expert) const { return start + (size_t) (layout.home_slot + expert) * layout.stride; }
+    char * page_floor(char * p) const { return (char *) ((uintptr_t) p / page * page); }
+    char * page_ceil (char * p) const { return (char *) (((uintptr_t) p + page - 1) / page * page); }
+
+    void map_home() {
+        char * begin = page_floor(home(0));
+        const size_t size   = page_ceil(home(layout.n_expert)) - begin;
+        const size_t offset = layout.home_offset / page * page;
+        if (mmap(begin, size, PROT_READ, MAP_SHARED | MAP_FIXED, layout.home_fd, (off_t) offset) == MAP_FAILED) {
+            throw error(SPARK_STATUS_IO, format("cannot map %.1f MiB of the model file: %s", size / 1048576.0, strerror(errno)));
+        }
+    }
+
+    void map_fast(bool lock_fast) {
+        if (layout.n_fast == 0) {
+            return;
+        }
+        char * begin = page_floor(start);
+        fast_size = page_ceil(start + (size_t) layout.n_fast * layout.stride) - begin;
+        if (mmap(begin, fast_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
+            throw error(SPARK_STATUS_OUT_OF_MEMORY, format("cannot allocate %.1f MiB for fast expert slots: %s", fast_size / 1048576.0, strerror(errno)));
+        }
+        prctl(PR_SET_VMA, PR_SET_VMA_ANON_NAME, begin, fast_size, "spark-fast"); // for /proc/PID/smaps; older kernels refuse
+        madvise(begin, fast_size, MADV_HUGEPAGE);
+        madvise(begin, fast_size, MADV_DONTDUMP); // a core dump need not hold the model
+        if (lock_fast) {
+            locked = mlock2(begin, fast_size, MLOCK_ONFAULT) == 0;
+        }
+    }
+
+    const stack_layout layout;
+    const size_t page;
+
+    void *  reserved      = nullptr;
+    size_t  reserved_size = 0;
+    char *  start         = nullptr;
+    int32_t slots         = 0;
+    size_t  fast_size     = 0;
+    bool    locked        = false;
+};
+
+} // namespace
+
+int32_t stack_home_slot(size_t stride, int32_t n_expert) {
+    const size_t page = sysconf(_SC_PAGESIZE);
+    return n_expert + (int32_t) ((2 * page + stride - 1) / stride);
+}
+
+std::unique_ptr<stack_memory> make_stack_memory_cpu(const stack_layout & layout, bool lock_fast) {
+    return std::make_unique<stack_memory_cpu>(layout, lock_fast);
+}
+
+} // namespace spark
