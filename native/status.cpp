@@ -1,6 +1,6 @@
 #include "status.h"
 
-#include "ggml-impl.h"
+#include "llama.h"
 
 #include <cstdio>
 #include <new>
@@ -67,7 +67,10 @@ void log(log_level level, const char * fmt, ...) {
     va_end(args);
     const ggml_log_level ggml_level = level == log_level::error ? GGML_LOG_LEVEL_ERROR :
                                       level == log_level::warn  ? GGML_LOG_LEVEL_WARN  : GGML_LOG_LEVEL_INFO;
-    ggml_log_internal(ggml_level, "spark: %s\n", text.c_str());
+    ggml_log_callback callback = nullptr;
+    void * user_data = nullptr;
+    llama_log_get(&callback, &user_data);
+    callback(ggml_level, ("spark: " + text + "\n").c_str(), user_data);
 }
 
 } // namespace spark
