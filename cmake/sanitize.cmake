@@ -1,0 +1,15 @@
+# Sanitizers cover everything in the build folder: a race between our threads and ggml's is only seen when both are
+# instrumented. OpenMP is off then, because ThreadSanitizer does not understand libgomp's barriers.
+if(SPARK_SANITIZE STREQUAL "address")
+    set(flags -fsanitize=address,undefined -fno-omit-frame-pointer -fno-sanitize-recover=undefined)
+elseif(SPARK_SANITIZE STREQUAL "thread")
+    set(flags -fsanitize=thread)
+elseif(SPARK_SANITIZE)
+    message(FATAL_ERROR "SPARK_SANITIZE is '${SPARK_SANITIZE}'; it can be address, thread, or empty")
+endif()
+if(SPARK_SANITIZE)
+    add_compile_options(${flags} -g1 -O1)
+    add_link_options(${flags})
+    set(GGML_OPENMP OFF CACHE BOOL "" FORCE)
+    set(SPARK_BUILD_TESTS ON)
+endif()
