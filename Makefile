@@ -1,0 +1,120 @@
+# `make demo` and `make test` are all that a new machine needs; docs/guide/building.md has the rest.
+# Options are remembered in the build folder: make build SPARK_CUDA=ON, make build CMAKE_FLAGS=-DSPARK_UI=OFF
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+CMAKE  := $(VENV)/bin/cmake
+CTEST  := $(VENV)/bin/ctest
+JOBS   ?=
+SERVE  ?= --spark-slots 16
+PYTEST ?= tests
+
+FLAGS := $(CMAKE_FLAGS)
+ifdef SPARK_CUDA
+FLAGS += -DSPARK_CUDA=$(SPARK_CUDA)
+endif
+ifdef SPARK_CUDA_ARCHITECTURES
+FLAGS += "-DSPARK_CUDA_ARCHITECTURES=$(SPARK_CUDA_ARCHITECTURES)"
+endif
+
+CONFIGURE = $(CMAKE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython3_EXECUTABLE=$(CURDIR)/$(PY) -S .
+COMPILE   = $(CMAKE) --build $(1) $(if $(JOBS),-j $(JOBS))
+
+.PHONY: help build native demo serve test test.native test.python lint bench patches.check stock build.asan build.tsan build.cuda toolchain clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo           build, start the server with half of the demo model's experts in memory, ask it, stop"
+	@echo "make serve          the same server, kept running (SERVE='--spark-slots 16 --port 8080')"
+	@echo "make test           everything CI runs (PYTEST=tests/unit for a part)"
+	@echo "make build          libraries and Python package into .venv (SPARK_CUDA=ON, JOBS=4, CMAKE_FLAGS=-D...)"
+	@echo "make lint | patches.check | build.asan | build.tsan | build.cuda | stock | bench | clean | distclean"
+
+# What must be on the machine; everything else comes from PyPI into .venv.
+toolchain:
+	@missing=""; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { echo "make: $(PYTHON) is missing or older than 3.10; give another one: make PYTHON=python3.11" >&2; missing="$$missing python3"; }; \
+	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "make: $(PYTHON) has no venv module" >&2; missing="$$missing python3-venv"; }; \
+	command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "make: there is no C++ compiler" >&2; missing="$$missing g++"; }; \
+	if [ -n "$$missing" ]; then echo "make: on Debian or Ubuntu: apt install$$missing" >&2; exit 1; fi
+
+$(VENV)/.tools: scripts/install_python.py | toolchain
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) scripts/install_python.py tools
+	@touch $@
+
+$(VENV)/.runtime: pyproject.toml scripts/install_python.py patches/UPSTREAM $(VENV)/.tools
+	@$(PY) scripts/install_python.py runtime
+	@touch $@
+
+$(VENV)/.test: pyproject.toml scripts/install_python.py patches/UPSTREAM $(VENV)/.runtime
+	@$(PY) scripts/install_python.py test
+	@touch $@
+
+native: $(VENV)/.tools
+	@if [ ! -f build/native/build.ninja ] || [ -n "$(strip $(FLAGS))" ]; then $(CONFIGURE) -B build/native $(FLAGS); fi
+	@$(call COMPILE,build/native) --target spark_libraries
+
+# The package itself: pip once (it finds the native build done), afterwards only the libraries that changed are copied.
+$(VENV)/.package: pyproject.toml CMakeLists.txt native/CMakeLists.txt $(wildcard cmake/*) $(VENV)/.runtime | native
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+build: native $(VENV)/.package
+	@$(CMAKE) --install build/native --prefix "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" >build/install.log || { cat build/install.log; exit 1; }
+
+demo: build
+	@$(PY) -m pyspark_moe.demo
+
+serve: build
+	@exec $(VENV)/bin/dflash_server --demo --spark $(SERVE)
+
+lint: $(VENV)/.tools
+	@$(PY) scripts/lint_tree.py
+
+patches.check: $(VENV)/.tools
+	@$(PY) scripts/upstream.py check
+	@$(PY) scripts/upstream.py stats
+
+test.native: $(VENV)/.tools
+	@$(CONFIGURE) -B build/native -DSPARK_BUILD_TESTS=ON $(FLAGS) >build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
+	@$(call COMPILE,build/native)
+	@$(CTEST) --test-dir build/native --output-on-failure --no-tests=error
+
+test.python: build $(VENV)/.test
+	@$(PY) -m pytest $(PYTEST)
+
+test:
+	@$(MAKE) --no-print-directory lint patches.check
+	@$(MAKE) --no-print-directory build
+	@$(MAKE) --no-print-directory test.native
+	@$(MAKE) --no-print-directory test.python
+
+# The native tests with sanitizers; everything they link is instrumented.
+build.asan: $(VENV)/.tools
+	@$(CONFIGURE) -B build/asan -DSPARK_SANITIZE=address
+	@$(call COMPILE,build/asan)
+	@$(CTEST) --test-dir build/asan --output-on-failure --no-tests=error
+
+build.tsan: $(VENV)/.tools
+	@$(CONFIGURE) -B build/tsan -DSPARK_SANITIZE=thread
+	@$(call COMPILE,build/tsan)
+	@$(CTEST) --test-dir build/tsan --output-on-failure --no-tests=error
+
+build.cuda:
+	@$(MAKE) --no-print-directory build SPARK_CUDA=ON
+
+# llama-server, llama-bench, llama-quantize, llama-gguf-split from the same sources without our series, for comparisons.
+stock: $(VENV)/.tools
+	@test -f build/stock/build.ninja || $(CONFIGURE) -B build/stock -DSPARK_STOCK=ON
+	@$(call COMPILE,build/stock)
+
+bench: build stock $(VENV)/.test
+	@$(PY) benchmarks/bench_server.py
+
+clean:
+	rm -rf build
+
+distclean: clean
+	rm -rf $(VENV)
