@@ -7,6 +7,7 @@
 #include <sys/prctl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -24,6 +25,8 @@
 namespace spark {
 
 namespace {
+
+constexpr size_t WILLNEED_BYTES = 128 * 1024;
 
 class stack_memory_cpu : public stack_memory {
 public:
@@ -61,7 +64,10 @@ public:
     void prefetch_home(int32_t expert) override {
         char * begin = page_floor(home(expert));
         const size_t size = page_ceil(home(expert) + layout.stride) - begin;
-        madvise(begin, size, MADV_WILLNEED);
+        // One call reads no more than the device's read-ahead, so ask in pieces.
+        for (size_t i = 0; i < size; i += WILLNEED_BYTES) {
+            madvise(begin + i, std::min(size - i, WILLNEED_BYTES), MADV_WILLNEED);
+        }
         // Waits for the pages and maps them, so that the kernel that reads them takes no faults. Older systems fault.
         madvise(begin, size, MADV_POPULATE_READ);
     }
@@ -87,6 +93,7 @@ private:
         if (mmap(begin, size, PROT_READ, MAP_SHARED | MAP_FIXED, layout.home_fd, (off_t) offset) == MAP_FAILED) {
             throw error(SPARK_STATUS_IO, format("cannot map %.1f MiB of the model file: %s", size / 1048576.0, strerror(errno)));
         }
+        madvise(begin, size, MADV_RANDOM); // a fault must not read megabytes of experts nobody selected
     }
 
     void map_fast(bool lock_fast) {
