@@ -1,0 +1,122 @@
+"""What a configuration needs, in bytes, term by term. Pure: values in, values out.
+
+The weights are exact. The key/value cache and the compute buffers are estimates from below: where the header does not say
+how a model caches (which layers use a sliding window), the smaller size is taken. A start is refused only when even
+that is more than there is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .config import GIB
+from .model_info import ModelInfo
+
+MIB = 1024**2
+
+# Bytes of one cached element. Quantised types include their block scales.
+CACHE_TYPE_BYTES = {
+    "f32": 4.0,
+    "f16": 2.0,
+    "bf16": 2.0,
+    "q8_0": 34 / 32,
+    "q5_1": 24 / 32,
+    "q5_0": 22 / 32,
+    "q4_1": 20 / 32,
+    "q4_0": 18 / 32,
+    "iq4_nl": 18 / 32,
+}
+# Every n-th layer sees the whole context when a model has a sliding window and does not say which layers use it.
+_FULL_ATTENTION_EVERY = 6
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the model will be used, as far as it costs memory. n_ctx 0: the model's own context; tokens."""
+
+    n_ctx: int = 0
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_parallel: int = 1
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One line of the bill. `is_estimate`: from below."""
+
+    name: str
+    n_bytes: int
+    is_estimate: bool = False
+
+
+def format_bytes(n: int) -> str:
+    """Bytes for people: MiB below one GiB, GiB above."""
+    if n < GIB:
+        return f"{n / MIB:.1f} MiB"
+    return f"{n / GIB:.2f} GiB"
+
+
+def format_gib_flag(n: int) -> str:
+    """Bytes as a number of GiB that is not below them: what to write after a flag."""
+    digits = 3
+    while digits < 9 and n / GIB < 10 ** (1 - digits):
+        digits += 1
+    scale = 10**digits
+    return f"{math.ceil(n / GIB * scale) / scale:.{digits}f}".rstrip("0").rstrip(".")
+
+
+def kv_cache_bytes(model: ModelInfo, serving: Serving) -> int:
+    """Key/value cache of all sequences together, an estimate from below."""
+    n_ctx = serving.n_ctx or model.n_ctx_train
+    heads = model.metadata.get(f"{model.architecture}.attention.head_count_kv", model.get_int("attention.head_count"))
+    n_head = max(1, model.get_int("attention.head_count", 1))
+    key_length = model.get_int("attention.key_length", model.n_embd // n_head)
+    value_length = model.get_int("attention.value_length", model.n_embd // n_head)
+    if model.get_int("attention.kv_lora_rank"):
+        value_length = 0  # compressed attention keeps one tensor; values are a view of it
+    size_k = CACHE_TYPE_BYTES.get(serving.cache_type_k, min(CACHE_TYPE_BYTES.values()))
+    size_v = CACHE_TYPE_BYTES.get(serving.cache_type_v, min(CACHE_TYPE_BYTES.values()))
+    window = model.get_int("attention.sliding_window")
+    pattern = model.get("attention.sliding_window_pattern")
+    full_every = model.get_int("full_attention_interval", 1)
+
+    total = 0.0
+    for layer in range(model.n_layer):
+        if full_every > 1 and (layer + 1) % full_every:
+            continue  # a recurrent layer: its state does not grow with the context
+        n_kv = heads[layer] if isinstance(heads, tuple) and layer < len(heads) else heads if isinstance(heads, int) else 0
+        n_tokens = n_ctx
+        if window and _uses_window(layer, pattern):
+            n_tokens = min(n_ctx, window * max(1, serving.n_parallel) + serving.n_ubatch)
+        total += n_tokens * int(n_kv) * (key_length * size_k + value_length * size_v)
+    return int(total)
+
+
+def _uses_window(layer: int, pattern: object) -> bool:
+    if isinstance(pattern, tuple):
+        return layer < len(pattern) and bool(pattern[layer])
+    every = pattern if isinstance(pattern, int) and pattern > 0 else _FULL_ATTENTION_EVERY
+    return (layer + 1) % every != 0
+
+
+def compute_bytes(model: ModelInfo, serving: Serving) -> int:
+    """Compute buffers: a micro-batch of logits and the few activations that live at the same time; an estimate from below."""
+    n_ctx = serving.n_ctx or model.n_ctx_train
+    n_tokens = min(serving.n_ubatch, serving.n_batch, n_ctx or serving.n_ubatch)
+    return n_tokens * (model.n_vocab + 8 * model.n_embd) * 4
+
+
+def base_terms(model: ModelInfo, serving: Serving) -> tuple[Term, ...]:
+    """Everything but the experts."""
+    return (
+        Term("weights that are not experts", model.other_bytes),
+        Term("key/value cache", kv_cache_bytes(model, serving), is_estimate=True),
+        Term("compute buffers", compute_bytes(model, serving), is_estimate=True),
+    )
+
+
+def total_bytes(terms: tuple[Term, ...]) -> int:
+    return sum(term.n_bytes for term in terms)

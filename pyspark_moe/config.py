@@ -1,0 +1,82 @@
+"""The configuration of expert residency: one frozen dataclass, filled once from flags or arguments, checked here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+GIB = 1024**3
+MODES = ("auto", "on", "off")
+POLICIES = ("frequency", "static", "chaos")
+
+
+def _check_gib(flag: str, value: float | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{flag} is {value!r}: give a memory size in GiB, for example {flag} 8.")
+    if value <= 0:
+        raise ConfigError(f"{flag} is {value:g}: a memory budget must be greater than 0 GiB; leave the flag out for the automatic choice.")
+
+
+@dataclass(frozen=True)
+class SparkConfig:
+    """How experts are kept.
+
+    mode        "on": residency for any mixture-of-experts model. "off": never. "auto" (default): only when the model is
+                a mixture of experts that does not fit the memory available.
+    vram_gib    GPU memory the whole process may use, GiB; default None: no promise. Needs a CUDA build.
+    ram_gib     RAM that expert weights may occupy, GiB; default None: chosen from the memory available.
+    slots       fast slots in every layer, 0 or more, instead of a budget; default None.
+    force       start even though the machine seems to have too little memory; default False.
+    policy      "frequency" (default), "static" (experts never change slots), "chaos" (tests only).
+    seed        of the chaos policy.
+    io_threads  threads that read missed experts, 1..64; 0 (default): the library's choice.
+    direct_io   read experts past the page cache where the file system allows; default True.
+    lock_fast   lock fast slots in RAM as far as the limit allows; default True.
+
+    Raises ConfigError, naming the command-line flag, for a value that cannot be used.
+    """
+
+    mode: str = "on"
+    vram_gib: float | None = None
+    ram_gib: float | None = None
+    slots: int | None = None
+    force: bool = False
+    policy: str = "frequency"
+    seed: int = 0
+    io_threads: int = 0
+    direct_io: bool = True
+    lock_fast: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"mode is {self.mode!r}: use one of {', '.join(MODES)}.")
+        _check_gib("--spark-vram", self.vram_gib)
+        _check_gib("--spark-ram", self.ram_gib)
+        if self.slots is not None and (isinstance(self.slots, bool) or not isinstance(self.slots, int) or self.slots < 0):
+            raise ConfigError(f"--spark-slots is {self.slots!r}: give the number of fast slots in every layer, 0 or more.")
+        if self.slots is not None and self.ram_gib is not None:
+            raise ConfigError(
+                f"--spark-slots {self.slots} and --spark-ram {self.ram_gib:g} both size the fast slots: give one of them."
+            )
+        if self.policy not in POLICIES:
+            raise ConfigError(f"--spark-policy is {self.policy!r}: use one of {', '.join(POLICIES)}.")
+        if not 0 <= self.io_threads <= 64:
+            raise ConfigError(f"--spark-io-threads is {self.io_threads}: use 1 to 64, or 0 for the default.")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed is {self.seed}: use 0 to 2^64-1.")
+        if self.mode == "off" and self.has_budget:
+            raise ConfigError("--no-spark turns residency off, but a budget is given too: remove one of them.")
+
+    @property
+    def has_budget(self) -> bool:
+        """True when the user named an amount of memory or of slots."""
+        return self.ram_gib is not None or self.vram_gib is not None or self.slots is not None
+
+    @property
+    def ram_bytes(self) -> int | None:
+        """The RAM budget in bytes, or None."""
+        return None if self.ram_gib is None else int(self.ram_gib * GIB)

@@ -1,0 +1,222 @@
+"""What residency does for one model on one machine with one configuration: on or off, why, how many slots, or a refusal.
+
+Pure: everything it needs is handed in. The server, the command line and SparkLlama all act on its result, so what is
+printed, what /props says and what is loaded cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from . import placement
+from .budget import MIB, Serving, Term, base_terms, format_bytes, format_gib_flag, total_bytes
+from .config import GIB, SparkConfig
+from .errors import BudgetError, ConfigError, MachineMemoryError, NoExpertsError
+from .memory import MachineMemory
+from .model_info import ModelInfo
+
+# Left free when the budget is chosen for the user: other programs, the Python process, growth of buffers.
+_MARGIN_BYTES = 256 * MIB
+_MARGIN_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The effective configuration.
+
+    is_on       experts are kept by a store.
+    why         one sentence: what led here.
+    plan        slots for the store; None when off.
+    terms       what the configuration needs, bytes by term.
+    budget_bytes  what expert weights may occupy; None when nobody set or chose one.
+    notes       what was not done, and why; warnings.
+    """
+
+    mode: str
+    is_on: bool
+    why: str
+    model: ModelInfo
+    machine: MachineMemory
+    plan: placement.ResidencyPlan | None = None
+    terms: tuple[Term, ...] = ()
+    budget_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def need_bytes(self) -> int:
+        return total_bytes(self.terms)
+
+    @property
+    def fast_bytes(self) -> int:
+        """Bytes of all fast slots."""
+        if self.plan is None:
+            return 0
+        return sum(placement.fast_bytes(layer, p.n_fast) for layer, p in zip(self.model.layers, self.plan.layers))
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes that one layer's other experts occupy for a moment in a large step."""
+        if self.plan is None:
+            return 0
+        return max((placement.window_bytes(layer, p.n_fast) for layer, p in zip(self.model.layers, self.plan.layers)), default=0)
+
+    @property
+    def has_all_fast(self) -> bool:
+        """Every expert has its fast slot: nothing is ever read again."""
+        return self.plan is not None and all(p.n_fast >= l.n_expert for l, p in zip(self.model.layers, self.plan.layers))
+
+
+def decide(
+    model: ModelInfo,
+    machine: MachineMemory,
+    config: SparkConfig,
+    serving: Serving = Serving(),
+    *,
+    has_cuda: bool = False,
+    cuda_reason: str = "",
+    has_overrides: bool = False,
+    hotness: Mapping[int, np.ndarray] | None = None,
+) -> Decision:
+    """Decides; see the class for the result.
+
+    has_cuda, cuda_reason  whether this build has a CUDA backend, and the build's sentence about it
+    has_overrides          the user placed tensors with llama-server's own flags (-ot, --cpu-moe, --n-cpu-moe)
+    hotness                layer -> uses of each expert, for placement by use; default: the same slots in every layer
+
+    Raises ConfigError (a flag this build cannot honour), NoExpertsError (a budget for a dense model), BudgetError (a
+    budget that cannot be met), MachineMemoryError (too little memory, and config.force is not set).
+    """
+
+    def off(why: str, notes: tuple[str, ...] = ()) -> Decision:
+        return Decision(config.mode, False, why, model, machine, terms=base_terms(model, serving), notes=notes)
+
+    if config.mode == "off":
+        return off("--no-spark")
+    if config.vram_gib is not None:
+        _refuse_vram(config, has_cuda, cuda_reason)
+    if not model.is_moe:
+        if config.has_budget:
+            raise NoExpertsError(
+                f"'{model.path.name}' is a dense model ({model.architecture}): it has no experts, so an expert budget means nothing. "
+                "Remove --spark-ram, --spark-vram or --spark-slots, or use a mixture-of-experts model."
+            )
+        return off(f"'{model.path.name}' is a dense model ({model.architecture}): nothing to do")
+    if has_overrides:
+        if config.mode == "auto" and not config.has_budget:
+            return off("you placed tensors yourself (-ot, --cpu-moe or --n-cpu-moe)")
+        raise ConfigError(
+            "--spark places the experts, and so do -ot, --override-tensor, --cpu-moe and --n-cpu-moe: remove those, or use --no-spark."
+        )
+    everything = model.tensor_bytes + total_bytes(base_terms(model, serving)[1:])
+    if config.mode == "auto" and not config.has_budget:
+        if everything <= machine.available_bytes:
+            return off(
+                f"the model fits: it needs {format_bytes(everything)} of the {format_bytes(machine.available_bytes)} available "
+                "(--spark turns residency on regardless)"
+            )
+        try:
+            return _decide_on(model, machine, config, serving, hotness, "the model does not fit the memory available")
+        except (BudgetError, MachineMemoryError) as e:
+            return off("the model does not fit, but residency would not either", (str(e),))
+    why = "--spark" if config.mode == "on" else "a budget was given"
+    return _decide_on(model, machine, config, serving, hotness, why)
+
+
+def _refuse_vram(config: SparkConfig, has_cuda: bool, cuda_reason: str) -> None:
+    if not has_cuda:
+        reason = f" ({cuda_reason})" if cuda_reason else ""
+        raise ConfigError(
+            f"--spark-vram {config.vram_gib:g} needs a CUDA build, and this build has no CUDA backend{reason}. "
+            "Use --spark-ram, or build again with the CUDA toolkit installed."
+        )
+    raise ConfigError(f"--spark-vram {config.vram_gib:g}: this version keeps fast experts in RAM only. Use --spark-ram.")
+
+
+def _decide_on(
+    model: ModelInfo,
+    machine: MachineMemory,
+    config: SparkConfig,
+    serving: Serving,
+    hotness: Mapping[int, np.ndarray] | None,
+    why: str,
+) -> Decision:
+    base = base_terms(model, serving)
+    notes: list[str] = []
+    budget = config.ram_bytes
+    if config.slots is not None:
+        slots = [min(config.slots, layer.n_expert) for layer in model.layers]
+        why = f"{why}, --spark-slots {config.slots}"
+        if 0 < config.slots < 3 * model.n_expert_used and any(n < layer.n_expert for n, layer in zip(slots, model.layers)):
+            notes.append(f"fewer than {3 * model.n_expert_used} slots a layer (three times what a token uses) miss often")
+    elif budget is not None:
+        why = f"{why}, --spark-ram {config.ram_gib:g}"
+        slots = _slots_for(model, machine, budget, hotness)
+    else:
+        budget = _choose_budget(model, machine, base, config)
+        why = f"{why}; the budget is chosen from {format_bytes(machine.available_bytes)} available"
+        slots = _slots_for(model, machine, budget, hotness, is_chosen=True)
+    plan = placement.make_plan(model.layers, slots, policy=config.policy, seed=config.seed, hotness=hotness)
+    terms = base + _expert_terms(model, slots)
+    decision = Decision(config.mode, True, why, model, machine, plan, terms, budget, tuple(notes))
+    return _check_machine(decision, config)
+
+
+def _expert_terms(model: ModelInfo, slots: list[int]) -> tuple[Term, ...]:
+    fast = sum(placement.fast_bytes(layer, n) for layer, n in zip(model.layers, slots))
+    window = max(placement.window_bytes(layer, n) for layer, n in zip(model.layers, slots))
+    return (Term("fast expert slots", fast), Term("one layer's other experts, while a large step reads them", window))
+
+
+def _choose_budget(model: ModelInfo, machine: MachineMemory, base: tuple[Term, ...], config: SparkConfig) -> int:
+    margin = max(_MARGIN_BYTES, int(machine.available_bytes * _MARGIN_SHARE))
+    free = machine.available_bytes - total_bytes(base) - margin
+    smallest = placement.smallest_budget(model.layers, model.n_expert_used)
+    return max(free, smallest) if config.force else free
+
+
+def _slots_for(
+    model: ModelInfo, machine: MachineMemory, budget: int, hotness: Mapping[int, np.ndarray] | None, *, is_chosen: bool = False
+) -> list[int]:
+    smallest = placement.smallest_budget(model.layers, model.n_expert_used)
+    if not is_chosen and budget > machine.total_bytes:
+        limit = f" (limit of control group {machine.cgroup.path})" if machine.total_bytes < machine.physical_bytes and machine.cgroup else ""
+        raise BudgetError(
+            f"--spark-ram {round(budget / GIB, 6):g} is more than this machine has: {format_bytes(machine.total_bytes)}{limit}. Give less.", smallest
+        )
+    if hotness is not None:
+        slots = placement.greedy_slots(model.layers, budget, model.n_expert_used, hotness)
+    else:
+        slots = placement.uniform_slots(model.layers, budget, model.n_expert_used)
+    if slots is not None:
+        return slots
+    needs = (
+        f"one token uses {model.n_expert_used} experts in each of {len(model.layers)} layers, and a prompt reads one layer's "
+        f"experts at a time: at least {format_bytes(smallest)}"
+    )
+    if is_chosen:
+        raise MachineMemoryError(
+            f"Only {format_bytes(max(0, budget))} of {format_bytes(machine.available_bytes)} available on {machine.limited_by} is left for experts; {needs}. "
+            "Free memory, reduce the context (-c), or start anyway with --spark-force."
+        )
+    raise BudgetError(
+        f"--spark-ram {round(budget / GIB, 6):g} ({format_bytes(budget)}) is too small: {needs}. The smallest budget that works is "
+        f"--spark-ram {format_gib_flag(smallest)}.",
+        smallest,
+    )
+
+
+def _check_machine(decision: Decision, config: SparkConfig) -> Decision:
+    machine = decision.machine
+    if decision.need_bytes <= machine.available_bytes:
+        return decision
+    bill = ", ".join(f"{term.name} {'at least ' if term.is_estimate else ''}{format_bytes(term.n_bytes)}" for term in decision.terms)
+    text = (
+        f"This needs {format_bytes(decision.need_bytes)} ({bill}), and {format_bytes(machine.available_bytes)} is available "
+        f"on {machine.limited_by}."
+    )
+    if not config.force:
+        raise MachineMemoryError(f"{text} Give a smaller --spark-ram or context (-c), free memory, or start anyway with --spark-force.")
+    return replace(decision, notes=decision.notes + (f"started by --spark-force: {text}",))

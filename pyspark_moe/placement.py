@@ -1,0 +1,154 @@
+"""How many fast slots each layer gets, and which experts start in them. Pure: values in, values out.
+
+The memory of expert weights on the CPU has two parts:
+* fast slots, resident all the time, in whole pages;
+* the window: a step that touches more experts of a layer than it has fast slots (a prompt does) reads the others through
+  the file mapping and gives them back after the layer. One layer at a time does that, so the window is the largest
+  layer's experts that are not fast.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .model_info import ExpertLayer
+
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Fast slots of one layer. `initial`: experts that start in them, hottest first; the first `n_pinned` never leave."""
+
+    layer: int
+    n_fast: int
+    n_pinned: int = 0
+    initial: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ResidencyPlan:
+    """What a store is told before its model is loaded. `seed`: of the chaos policy."""
+
+    layers: tuple[LayerPlan, ...]
+    policy: str = "frequency"
+    seed: int = 0
+
+    @property
+    def n_fast(self) -> int:
+        """Fast slots of all layers."""
+        return sum(layer.n_fast for layer in self.layers)
+
+
+def fast_bytes(layer: ExpertLayer, n_fast: int) -> int:
+    """Bytes that `n_fast` fast slots occupy: each tensor in whole pages, plus one where it does not start on a page."""
+    if n_fast == 0:
+        return 0
+    return sum((-(-n_fast * stride // PAGE) + 1) * PAGE for stride in layer.strides)
+
+
+def window_bytes(layer: ExpertLayer, n_fast: int) -> int:
+    """Bytes that the experts without a fast slot occupy while a large step reads them: an expert shares its edge pages."""
+    n_home = layer.n_expert - n_fast
+    return sum(n_home * (stride + PAGE) for stride in layer.strides) if n_home else 0
+
+
+def resident_bytes(layers: Sequence[ExpertLayer], n_fast: Sequence[int]) -> int:
+    """The most that expert weights occupy with these fast slots, in the order of `layers`."""
+    fast = sum(fast_bytes(layer, n) for layer, n in zip(layers, n_fast))
+    return fast + max((window_bytes(layer, n) for layer, n in zip(layers, n_fast)), default=0)
+
+
+def smallest_budget(layers: Sequence[ExpertLayer], n_expert_used: int) -> int:
+    """Bytes of the smallest budget that works: the experts of one token fit the fast slots of every layer."""
+    return resident_bytes(layers, [min(n_expert_used, layer.n_expert) for layer in layers])
+
+
+def uniform_slots(layers: Sequence[ExpertLayer], budget: int, floor: int) -> list[int] | None:
+    """As many fast slots as fit `budget` bytes, the same in every layer; what is left goes to the first layers, one each.
+
+    None when not even `floor` slots in every layer fit.
+    """
+
+    def slots(n: int) -> list[int]:
+        return [min(n, layer.n_expert) for layer in layers]
+
+    if resident_bytes(layers, slots(floor)) > budget:
+        return None
+    low, high = floor, max((layer.n_expert for layer in layers), default=floor)
+    while low < high:  # resident_bytes grows with n: a slot costs at least what it takes from the window
+        middle = (low + high + 1) // 2
+        if resident_bytes(layers, slots(middle)) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    chosen = slots(low)
+    for i, layer in enumerate(layers):
+        if chosen[i] < layer.n_expert:
+            chosen[i] += 1
+            if resident_bytes(layers, chosen) > budget:
+                chosen[i] -= 1
+                break
+    return chosen
+
+
+def greedy_slots(layers: Sequence[ExpertLayer], budget: int, floor: int, hotness: Mapping[int, np.ndarray]) -> list[int] | None:
+    """Fast slots by uses per byte: the next slot goes where the next expert is used most for its size.
+
+    hotness  layer number -> uses of each expert, float or int [n_expert]; a layer that is missing counts as unused.
+    Every layer gets `floor` slots first, since a layer without them would read every token's experts from its home.
+    None when the floor does not fit. Ties go to the earlier layer, so the same input gives the same output.
+    """
+    chosen = [min(floor, layer.n_expert) for layer in layers]
+    fast = [fast_bytes(layer, n) for layer, n in zip(layers, chosen)]
+    windows = [window_bytes(layer, n) for layer, n in zip(layers, chosen)]
+    if sum(fast) + max(windows, default=0) > budget:
+        return None
+    ranked = [np.sort(np.asarray(hotness.get(layer.layer, np.zeros(layer.n_expert)), dtype=float))[::-1] for layer in layers]
+
+    def gain(i: int) -> tuple[float, int]:
+        return (-float(ranked[i][chosen[i]]) / layers[i].expert_bytes, i)
+
+    heap = [gain(i) for i, layer in enumerate(layers) if chosen[i] < layer.n_expert]
+    heapq.heapify(heap)
+    total_fast = sum(fast)
+    while heap:
+        _, i = heapq.heappop(heap)
+        new_fast, new_window = fast_bytes(layers[i], chosen[i] + 1), window_bytes(layers[i], chosen[i] + 1)
+        old_window, windows[i] = windows[i], new_window
+        if total_fast - fast[i] + new_fast + max(windows) > budget:
+            windows[i] = old_window  # does not fit; a layer with smaller experts may still
+            continue
+        total_fast += new_fast - fast[i]
+        fast[i] = new_fast
+        chosen[i] += 1
+        if chosen[i] < layers[i].n_expert:
+            heapq.heappush(heap, gain(i))
+    return chosen
+
+
+def make_plan(
+    layers: Sequence[ExpertLayer],
+    n_fast: Sequence[int],
+    *,
+    policy: str = "frequency",
+    seed: int = 0,
+    hotness: Mapping[int, np.ndarray] | None = None,
+) -> ResidencyPlan:
+    """The plan for these fast slots, in the order of `layers`. With hotness the hottest experts start in them; without,
+    slots fill with the first experts that are missed, unless there is one for every expert."""
+    plans = []
+    for layer, n in zip(layers, n_fast):
+        if n >= layer.n_expert:
+            initial: tuple[int, ...] = tuple(range(layer.n_expert))
+        elif hotness is not None and layer.layer in hotness:
+            order = np.argsort(-np.asarray(hotness[layer.layer], dtype=float), kind="stable")
+            initial = tuple(int(e) for e in order[:n])
+        else:
+            initial = ()
+        plans.append(LayerPlan(layer.layer, n, 0, initial))
+    return ResidencyPlan(tuple(plans), policy, seed)
