@@ -12,12 +12,18 @@ class ConfigError(SparkError, ValueError):
     """A flag or argument has a value that cannot be used."""
 
 
-class ModelFileError(SparkError):
-    """A model file is not the GGUF it claims to be: damaged, cut off, or something else."""
+class ModelFileError(SparkError, ValueError):
+    """A model file is not the GGUF it claims to be: damaged, cut off, or something else. Also a ValueError, which is what
+    llama_cpp.Llama raises."""
 
 
 class ModelNotFoundError(ModelFileError):
     """A model file does not exist or may not be read."""
+
+
+class ModelLoadError(SparkError, ValueError):
+    """llama.cpp could not load a model or make a context for it; the text ends with the reason from its log. Also a
+    ValueError, which is what llama_cpp.Llama raises."""
 
 
 class NoExpertsError(SparkError):

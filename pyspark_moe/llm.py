@@ -1,0 +1,256 @@
+"""SparkLlama: llama_cpp.Llama with expert residency. Same constructor, same methods, and `.spark` for the figures.
+
+How the store gets in: Llama.__init__ assigns `self.model_params`, fills the structure and loads the model. Here
+`model_params` is a property whose setter adds the store's buffer type overrides to the structure that passes by. Nothing
+outside the object is changed.
+"""
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import gguf
+import numpy as np
+
+from ._native import Stats, Store, build_info, prepare_llama_cpp
+from .budget import Serving
+from .config import SparkConfig
+from .decision import Decision, decide
+from .errors import ConfigError, ModelLoadError, SparkError, StateError
+from .load_log import LoadLog
+from .memory import read_machine_memory
+from .model_info import read_model_info
+
+llama_cpp = prepare_llama_cpp()
+T = TypeVar("T")
+
+# llama-cpp-python redirects the process's stdout and stderr while it loads quietly; two threads doing that at once would
+# restore each other's redirection.
+_loading = threading.Lock()
+
+
+class Residency:
+    """The experts of one SparkLlama: `llm.spark`. Off is an object too: `is_active` is False and `why` says why.
+
+    decision   the effective configuration: mode, reason, slots per layer, bytes by term. Thread safe.
+    """
+
+    def __init__(self, decision: Decision | None, store: Store | None, why: str) -> None:
+        self.decision = decision
+        self.why = why
+        self._store = store
+
+    @property
+    def is_active(self) -> bool:
+        """True when a store keeps the experts."""
+        return self._store is not None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Block numbers of the layers with experts; () when off."""
+        return tuple(info.layer for info in self._store.layers) if self._store else ()
+
+    def stats(self) -> Stats:
+        """Counters over all layers since loading: hits, misses, bytes read, promotions ...; all zero when off.
+
+        Raises StateError after close().
+        """
+        return self._store.stats() if self._store else Stats(-1, *[0] * (len(Stats.__dataclass_fields__) - 1))
+
+    def layer_stats(self) -> tuple[Stats, ...]:
+        """The same for each layer of `layers`."""
+        return self._store.layer_stats() if self._store else ()
+
+    def residency(self, layer: int) -> np.ndarray:
+        """int32 [n_expert]: fast slot of each expert of block `layer`, -1 when it is read from its home.
+
+        Raises ConfigError for a block without experts, StateError when residency is off or the model is closed.
+        """
+        store, index = self._index(layer)
+        return store.residency(index)
+
+    def counts(self, layer: int) -> np.ndarray:
+        """uint64 [n_expert]: uses of each expert of block `layer` since loading. Raises as residency()."""
+        store, index = self._index(layer)
+        return store.counts(index)
+
+    def reset_stats(self) -> None:
+        """Puts the counters back to zero; residency stays."""
+        if self._store:
+            self._store.reset_stats()
+
+    def wait_idle(self, timeout_s: float = 10.0) -> bool:
+        """Waits until no expert is being moved; False when that takes longer than `timeout_s` seconds."""
+        return self._store.wait_idle(timeout_s) if self._store else True
+
+    def _index(self, layer: int) -> tuple[Store, int]:
+        if self._store is None:
+            raise StateError(f"Expert residency is off ({self.why}), so no expert has a slot. Pass spark=True to turn it on.")
+        if layer not in self.layers:
+            raise ConfigError(f"Block {layer} has no experts; the blocks with experts are {', '.join(map(str, self.layers))}.")
+        return self._store, self.layers.index(layer)
+
+    def __repr__(self) -> str:
+        return f"<Residency {'on' if self.is_active else 'off'}: {self.why}>"
+
+
+class _Closed:
+    """Stands for llama.cpp's objects after close(), where a NULL would crash the process."""
+
+    def __init__(self, model_path: str) -> None:
+        self._path = model_path
+
+    def __getattr__(self, name: str) -> Any:
+        raise StateError(f"The model '{self._path}' is closed; make a new SparkLlama.")
+
+
+class SparkLlama(llama_cpp.Llama):
+    """llama_cpp.Llama whose experts may be larger than memory.
+
+    All arguments of llama_cpp.Llama, and:
+
+    spark         None (default): residency when the model is a mixture of experts that does not fit the memory available.
+                  True: residency always. False: never. SparkConfig: as it says, e.g. SparkConfig(ram_gib=8).
+    draft         a small model with the same vocabulary, proposing tokens for this one; default None.
+    draft_tokens  tokens it proposes at a time, 1 or more; default 4.
+
+    `.spark` has the figures (class Residency). close() frees everything and may be called again; `with` does it too.
+    Loading is serialised over threads; one object belongs to one thread at a time, as in llama_cpp.
+
+    Raises ModelLoadError (with llama.cpp's own reason), ModelFileError, ConfigError, BudgetError, MachineMemoryError,
+    NoExpertsError, DraftError, BuildError: all are SparkError.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        spark: SparkConfig | bool | None = None,
+        draft: str | os.PathLike[str] | None = None,
+        draft_tokens: int = 4,
+        **kwargs: Any,
+    ) -> None:
+        self._spark_arguments = {"spark": spark, "draft": draft, "draft_tokens": draft_tokens, "use_mmap": kwargs.get("use_mmap", True)}
+        self._store: Store | None = None
+        self._draft: Any = None
+        path = os.fspath(model_path)
+        try:
+            config = _make_config(spark)
+            self.spark = self._open_residency(path, config, kwargs)
+            if self._store is not None:
+                kwargs["use_mmap"] = False  # a mapping of the whole file would be read ahead and stay resident, experts included
+            if draft is not None:
+                kwargs["draft_model"] = self._open_draft(draft, path, draft_tokens, kwargs)
+                kwargs["logits_all"] = True  # llama_cpp verifies drafts with all logits, and sizes its array by this argument
+            parent = super()
+            _load(path, lambda: parent.__init__(path, **kwargs))
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_residency(self, path: str, config: SparkConfig, kwargs: dict[str, Any]) -> Residency:
+        if config.mode == "off" or kwargs.get("vocab_only"):
+            return Residency(None, None, "spark=False" if config.mode == "off" else "vocab_only=True loads no experts")
+        info = build_info()
+        serving = Serving(
+            n_ctx=kwargs.get("n_ctx", 512),
+            n_batch=kwargs.get("n_batch", 512),
+            n_ubatch=kwargs.get("n_ubatch", 512),
+            cache_type_k=_cache_type(kwargs.get("type_k")),
+            cache_type_v=_cache_type(kwargs.get("type_v")),
+        )
+        decision = decide(
+            read_model_info(path),
+            read_machine_memory(),
+            config,
+            serving,
+            has_cuda=bool(info.get("cuda")),
+            cuda_reason=str(info.get("cuda_reason", "")),
+        )
+        if decision.plan is not None:
+            self._store = Store(path, io_threads=config.io_threads, direct_io=config.direct_io, lock_fast=config.lock_fast)
+            self._store.set_plan(decision.plan)
+        return Residency(decision, self._store, decision.why)
+
+    def _open_draft(self, draft: str | os.PathLike[str], path: str, draft_tokens: int, kwargs: dict[str, Any]) -> Any:
+        from .speculative import open_draft
+
+        if kwargs.get("draft_model") is not None:
+            raise ConfigError("draft= and draft_model= both name a draft: give one of them.")
+        n_ctx = kwargs.get("n_ctx", 512) or read_model_info(path).n_ctx_train
+        options = {"n_threads": kwargs.get("n_threads"), "verbose": kwargs.get("verbose", True)}
+        self._draft = _load(draft, lambda: open_draft(draft, path, n_ctx=n_ctx, n_draft=draft_tokens, **options))
+        return self._draft
+
+    @property
+    def model_params(self) -> Any:
+        """llama_model_params of this model, as llama_cpp.Llama fills them."""
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: Any) -> None:
+        if self._store is not None:
+            params.tensor_buft_overrides = self._store.overrides_address
+        self._model_params = params
+
+    def close(self) -> None:
+        """Frees the model, its experts and the draft. May be called again, and after a failed constructor."""
+        if "_stack" in self.__dict__:
+            super().close()
+            self._ctx = self._model = self._batch = _Closed(self.model_path if "model_path" in self.__dict__ else "")
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            draft.close()
+
+    def __del__(self) -> None:
+        if "_store" in self.__dict__:  # else the constructor did not begin
+            self.close()
+
+    def __enter__(self) -> SparkLlama:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Constructor arguments, for pickling: the copy loads the model again."""
+        state = super().__getstate__() | self._spark_arguments
+        if self._spark_arguments["draft"] is not None:
+            state["draft_model"] = None
+        return state
+
+
+def _make_config(spark: SparkConfig | bool | None) -> SparkConfig:
+    if spark is None:
+        return SparkConfig(mode="auto")
+    if isinstance(spark, bool):
+        return SparkConfig(mode="on" if spark else "off")
+    if isinstance(spark, SparkConfig):
+        return spark
+    raise ConfigError(f"spark is {spark!r}: give True, False, None or a SparkConfig.")
+
+
+def _cache_type(value: int | None) -> str:
+    """Name of a ggml type, f16 (llama.cpp's default) when not given; "" for a number ggml does not know."""
+    if value is None:
+        return "f16"
+    known = {int(t): t.name.lower() for t in gguf.GGMLQuantizationType}
+    return known.get(int(value), "")
+
+
+def _load(path: str | os.PathLike[str], load: Callable[[], T]) -> T:
+    """Calls `load`; a failure of llama.cpp becomes a ModelLoadError with the reason from its log."""
+    with _loading, LoadLog(llama_cpp) as log:
+        try:
+            return load()
+        except SparkError:
+            raise
+        except (ValueError, RuntimeError) as e:
+            tail = log.tail()
+            reason = f" llama.cpp says:\n{tail}" if tail else " llama.cpp logged no reason."
+            raise ModelLoadError(f"'{os.fspath(path)}' cannot be used: {str(e).rstrip('.')}.{reason}") from e
