@@ -144,11 +144,15 @@ class SparkLlama(llama_cpp.Llama):
             if draft is not None:
                 kwargs["draft_model"] = self._open_draft(draft, path, draft_tokens, kwargs)
                 kwargs["logits_all"] = True  # llama_cpp verifies drafts with all logits, and sizes its array by this argument
-            parent = super()
-            _load(path, lambda: parent.__init__(path, **kwargs))
+            _load(path, lambda: self._load_model(path, kwargs))
         except BaseException:
             self.close()
             raise
+
+    def _load_model(self, path: str, kwargs: dict[str, Any]) -> None:
+        super().__init__(path, **kwargs)
+        if self._lora_adapter is not None and not self._lora_adapter:  # llama_cpp takes a null pointer for an adapter
+            raise RuntimeError(f"Failed to initialize LoRA adapter from lora path: {self.lora_path}")
 
     def _open_residency(self, path: str, config: SparkConfig, kwargs: dict[str, Any]) -> Residency:
         if config.mode == "off" or kwargs.get("vocab_only"):
@@ -166,8 +170,8 @@ class SparkLlama(llama_cpp.Llama):
             read_machine_memory(),
             config,
             serving,
-            has_cuda=bool(info.get("cuda")),
-            cuda_reason=str(info.get("cuda_reason", "")),
+            has_cuda=bool(info.get("cuda_enabled")),
+            cuda_reason=str(info.get("cuda", "")),
         )
         if decision.plan is not None:
             self._store = Store(path, io_threads=config.io_threads, direct_io=config.direct_io, lock_fast=config.lock_fast)

@@ -12,7 +12,7 @@ from collections import deque
 from types import ModuleType, TracebackType
 from typing import Any
 
-_INFO, _WARN, _CONTINUED = 2, 3, 5  # enum ggml_log_level of this version
+_INFO, _WARN, _ERROR, _CONTINUED = 2, 3, 4, 5  # enum ggml_log_level of this version
 _MAX_LINES = 200
 _MAX_SHOWN = 8
 
@@ -66,23 +66,22 @@ class LoadLog:
     def __init__(self, llama_cpp: ModuleType) -> None:
         self._llama_cpp = llama_cpp
         self._lines: deque[tuple[int, str]] = deque(maxlen=_MAX_LINES)
-        self._open = False  # the last line has no newline yet
 
     def note(self, level: int, text: bytes) -> None:
         """One call of llama.cpp's logger: a line, or a part of one."""
-        decoded = text.decode("utf-8", errors="replace")
-        if (self._open or level == _CONTINUED) and self._lines:
+        decoded = text.decode("utf-8", errors="replace").rstrip("\n")
+        if level == _CONTINUED and self._lines:
             level, begun = self._lines.pop()
             decoded = begun + decoded
-        self._open = not decoded.endswith("\n")
-        self._lines.append((level, decoded.rstrip("\n")) if not self._open else (level, decoded))
+        self._lines.append((level, decoded))
 
     def tail(self) -> str:
-        """The last warnings and errors, or else the last lines, one per line; "" when nothing was logged."""
-        told = [text for level, text in self._lines if level >= _WARN and text.strip()]
-        if not told:
-            told = [text for level, text in self._lines if level >= _INFO and text.strip(" .")]
-        return "\n".join(told[-_MAX_SHOWN:])
+        """The last errors, or else warnings, or else lines, each once and on its own line; "" when nothing was logged."""
+        for wanted in (_ERROR, _WARN, _INFO):
+            told = dict.fromkeys(text for level, text in self._lines if level >= wanted and text.strip(" ."))
+            if told:
+                return "\n".join(list(told)[-_MAX_SHOWN:])
+        return ""
 
     def __enter__(self) -> LoadLog:
         _tap.add(self._llama_cpp, self)
