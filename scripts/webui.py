@@ -2,7 +2,8 @@
 """Builds llama-server's web UI with npm, once per version of its sources, and copies it where llama.cpp embeds it.
 
 The result is kept in the cache (webui/<hash of the sources>), so that other checkouts and offline builds find it. When
-npm fails, one line says why, the server is built without the UI, and --strict makes that an error instead.
+npm fails, one line says why, and the server is built without the UI; that build folder does not try again. --strict tries
+always, and makes a failure an error.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,7 @@ from pathlib import Path
 from upstream_source import default_cache, locked
 
 INSTALL_LIMIT_S = 900
-BUILD_LIMIT_S = 600
+BUILD_LIMIT_S = 900
 
 
 class WebUIError(Exception):
@@ -37,12 +39,20 @@ def hash_sources(source: Path) -> str:
 
 
 def run_npm(npm: str, arguments: list[str], folder: Path, environment: dict[str, str], limit_s: int) -> None:
+    """Runs npm; it and everything it started are ended when it takes too long or we are interrupted. Raises WebUIError."""
+    process = subprocess.Popen(
+        [npm, *arguments], cwd=folder, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
-        done = subprocess.run([npm, *arguments], cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        raise WebUIError(f"npm {arguments[0]} took longer than {limit_s} s") from None
-    if done.returncode != 0:
-        words = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+        output, _ = process.communicate(timeout=limit_s)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise WebUIError(f"npm {' '.join(arguments[:2])} took longer than {limit_s} s") from None
+        raise
+    if process.returncode != 0:
+        words = [line for line in output.splitlines() if "rror" in line] or output.splitlines()
         raise WebUIError(f"npm {' '.join(arguments[:2])} failed: {' | '.join(words[:3])}")
 
 
@@ -70,21 +80,25 @@ def main() -> int:
     parser.add_argument("--strict", action="store_true", help="a failure is an error")
     args = parser.parse_args()
 
-    cached: Path = args.cache / "webui" / hash_sources(args.source)
+    name = hash_sources(args.source)
+    cached: Path = args.cache / "webui" / name
     mark: Path = args.into.with_name(args.into.name + ".source")  # beside it: every file inside is embedded
-    if args.into.exists() and mark.exists() and mark.read_text(encoding="utf-8") == cached.name:
+    state = mark.read_text(encoding="utf-8") if mark.exists() else ""
+    if state == name and args.into.exists():
         return 0
+    if state == f"{name} failed" and not cached.exists() and not args.strict:
+        return 0
+    shutil.rmtree(args.into, ignore_errors=True)
     try:
         with locked(args.cache / "webui" / ".lock"):
             if not cached.exists():
                 build(args.source, args.npm, args.version, cached)
     except WebUIError as error:
         print(f"web UI left out: {error}", file=sys.stderr)
-        shutil.rmtree(args.into, ignore_errors=True)
+        mark.write_text(f"{name} failed", encoding="utf-8")
         return 1 if args.strict else 0
-    shutil.rmtree(args.into, ignore_errors=True)
     shutil.copytree(cached, args.into)
-    mark.write_text(cached.name, encoding="utf-8")
+    mark.write_text(name, encoding="utf-8")
     return 0
 
 
