@@ -95,8 +95,7 @@ def decide(
 
     if config.mode == "off":
         return off("--no-spark")
-    if config.vram_gib is not None:
-        _refuse_vram(config, has_cuda, cuda_reason)
+    check_budgets(config, machine, has_cuda, cuda_reason)
     if not model.is_moe:
         if config.has_budget:
             raise NoExpertsError(
@@ -125,14 +124,19 @@ def decide(
     return _decide_on(model, machine, config, serving, hotness, why)
 
 
-def _refuse_vram(config: SparkConfig, has_cuda: bool, cuda_reason: str) -> None:
-    if not has_cuda:
+def check_budgets(config: SparkConfig, machine: MachineMemory, has_cuda: bool = False, cuda_reason: str = "") -> None:
+    """Refuses budgets that no model could change: ConfigError for GPU memory, BudgetError for more RAM than there is."""
+    if config.vram_gib is not None:
+        if has_cuda:
+            raise ConfigError(f"--spark-vram {config.vram_gib:g}: this version keeps fast experts in RAM only. Use --spark-ram.")
         reason = f" ({cuda_reason})" if cuda_reason else ""
         raise ConfigError(
             f"--spark-vram {config.vram_gib:g} needs a CUDA build, and this build has no CUDA backend{reason}. "
             "Use --spark-ram, or build again with the CUDA toolkit installed."
         )
-    raise ConfigError(f"--spark-vram {config.vram_gib:g}: this version keeps fast experts in RAM only. Use --spark-ram.")
+    if config.ram_bytes is not None and config.ram_bytes > machine.total_bytes:
+        limit = f" (limit of control group {machine.cgroup.path})" if machine.cgroup and machine.total_bytes < machine.physical_bytes else ""
+        raise BudgetError(f"--spark-ram {config.ram_gib:g} is more than this machine has: {format_bytes(machine.total_bytes)}{limit}. Give less.")
 
 
 def _decide_on(
@@ -181,11 +185,6 @@ def _slots_for(
     model: ModelInfo, machine: MachineMemory, budget: int, hotness: Mapping[int, np.ndarray] | None, *, is_chosen: bool = False
 ) -> list[int]:
     smallest = placement.smallest_budget(model.layers, model.n_expert_used)
-    if not is_chosen and budget > machine.total_bytes:
-        limit = f" (limit of control group {machine.cgroup.path})" if machine.total_bytes < machine.physical_bytes and machine.cgroup else ""
-        raise BudgetError(
-            f"--spark-ram {round(budget / GIB, 6):g} is more than this machine has: {format_bytes(machine.total_bytes)}{limit}. Give less.", smallest
-        )
     if hotness is not None:
         slots = placement.greedy_slots(model.layers, budget, model.n_expert_used, hotness)
     else:

@@ -1,0 +1,96 @@
+"""A decision as the block that is printed, and as the JSON in /props and under /spark. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..budget import format_bytes
+from ..decision import Decision
+
+PREFIX = "spark:"
+
+
+def _slots_text(decision: Decision) -> str:
+    plan = decision.plan.layers if decision.plan else ()
+    n_fast = [p.n_fast for p in plan]
+    n_expert = {layer.n_expert for layer in decision.model.layers}
+    per_layer = f"{min(n_fast)}" if min(n_fast) == max(n_fast) else f"{min(n_fast)} to {max(n_fast)}"
+    total = sum(layer.n_expert for layer in decision.model.layers)
+    return f"{per_layer} of {'/'.join(map(str, sorted(n_expert)))} in each of {len(plan)} layers, {sum(n_fast)} of {total} in all"
+
+
+def block(decision: Decision) -> list[str]:
+    """The lines that say what is in effect, without prefix."""
+    state = "on" if decision.is_on else "off"
+    auto = " (auto)" if decision.mode == "auto" else ""
+    lines = [f"{state}{auto}: {decision.why}"]
+    if decision.is_on:
+        model, machine = decision.model, decision.machine
+        home = model.expert_bytes - sum(p.n_fast * l.expert_bytes for p, l in zip(decision.plan.layers, model.layers))
+        lines += [
+            f"  model   {model.name} ({model.architecture}): experts {format_bytes(model.expert_bytes)}, "
+            f"{model.n_expert_used} used in each layer; other weights {format_bytes(model.other_bytes)}",
+            f"  fast    {_slots_text(decision)}: {format_bytes(decision.fast_bytes)} of RAM",
+        ]
+        if decision.has_all_fast:
+            lines.append("  home    every expert is fast: none is read again")
+        else:
+            lines.append(
+                f"  home    {format_bytes(home)} of experts in the file; a step that uses more experts of a layer than it has "
+                f"slots maps them for that layer, at most {format_bytes(decision.window_bytes)}"
+            )
+        if decision.budget_bytes is not None:
+            used = decision.fast_bytes + decision.window_bytes
+            lines.append(f"  budget  {format_bytes(decision.budget_bytes)} for expert weights; at most {format_bytes(used)} are used")
+        lines.append(
+            f"  memory  about {format_bytes(decision.need_bytes)} needed, {format_bytes(machine.available_bytes)} available on {machine.limited_by}"
+        )
+        lines.append(f"  policy  {decision.plan.policy}")
+    lines += [f"  note    {note}" for note in decision.notes]
+    return lines
+
+
+def as_dict(decision: Decision) -> dict[str, Any]:
+    """The same for programs; bytes are bytes."""
+    model, machine = decision.model, decision.machine
+    layers = []
+    if decision.plan:
+        layers = [
+            {"layer": l.layer, "n_expert": l.n_expert, "n_fast": p.n_fast, "expert_bytes": l.expert_bytes}
+            for l, p in zip(model.layers, decision.plan.layers)
+        ]
+    return {
+        "mode": decision.mode,
+        "active": decision.is_on,
+        "why": decision.why,
+        "notes": list(decision.notes),
+        "policy": decision.plan.policy if decision.plan else None,
+        "n_expert_used": model.n_expert_used,
+        "layers": layers,
+        "bytes": {
+            "experts": model.expert_bytes,
+            "other_weights": model.other_bytes,
+            "fast": decision.fast_bytes,
+            "window": decision.window_bytes,
+            "budget": decision.budget_bytes,
+            "need": decision.need_bytes,
+            "available": machine.available_bytes,
+        },
+    }
+
+
+def budget_dict(decision: Decision) -> dict[str, Any]:
+    """The bill of memory, for /spark/budget."""
+    machine = decision.machine
+    return {
+        "active": decision.is_on,
+        "budget_bytes": decision.budget_bytes,
+        "need_bytes": decision.need_bytes,
+        "terms": [{"name": t.name, "bytes": t.n_bytes, "is_estimate": t.is_estimate} for t in decision.terms],
+        "machine": {
+            "total_bytes": machine.total_bytes,
+            "available_bytes": machine.available_bytes,
+            "limited_by": machine.limited_by,
+            "memlock_bytes": machine.memlock_bytes,
+        },
+    }

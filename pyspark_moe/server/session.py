@@ -1,0 +1,189 @@
+"""One run of the server: decides when a model is loaded, owns its store, answers what is asked about it.
+
+Knows no cffi and no HTTP: launch.py carries these calls across the boundary. Its methods are called from several
+threads: `model_loading`, `model_loaded` and `shutdown` from the serving thread, the answers from HTTP threads,
+`request_finished` from the inference thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .._native import Store
+from ..budget import Serving, format_bytes
+from ..config import SparkConfig
+from ..decision import Decision, decide
+from ..errors import ModelFileError
+from ..memory import MachineMemory, read_machine_memory
+from ..model_info import read_model_info
+from .report import PREFIX, as_dict, block, budget_dict
+
+ROUTES = ("/spark/stats", "/spark/budget")
+
+
+def say(text: str) -> None:
+    """One line of ours among llama-server's log lines, which go to stderr too."""
+    print(f"{PREFIX} {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class LoadingModel:
+    """What llama-server is about to load."""
+
+    path: str
+    serving: Serving
+    has_overrides: bool
+
+
+@dataclass
+class _Requests:
+    """Requests that have ended. Counts are tokens, times are ms."""
+
+    finished: int = 0
+    prompt_tokens: int = 0
+    decoded_tokens: int = 0
+    prompt_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+class Session:
+    """config: what the user asked for. cuda: (has it, the build's sentence about it)."""
+
+    def __init__(
+        self,
+        config: SparkConfig,
+        cuda: tuple[bool, str] = (False, ""),
+        read_memory: Callable[[], MachineMemory] = read_machine_memory,
+    ) -> None:
+        self.config = config
+        self._cuda = cuda
+        self._read_memory = read_memory
+        self._lock = threading.Lock()
+        self._store: Store | None = None
+        self._decision: Decision | None = None
+        self._requests = _Requests()
+        self._why_off = "no model is loaded in this process (a router's children have their own)"
+
+    def model_loading(self, loading: LoadingModel) -> Store | None:
+        """Decides about a model and prints the block. The store to serve with, or None. Raises SparkError, OSError."""
+        self._replace(None, None)  # the last model is gone, for example after sleep
+        if self.config.mode == "off":
+            return self._serve_without("--no-spark")
+        try:
+            model = read_model_info(loading.path)
+        except ModelFileError as e:
+            if self.config.mode == "auto" and not self.config.has_budget:
+                return self._serve_without(str(e))  # nobody asked for residency, and llama.cpp may know this file
+            raise
+        decision = decide(
+            model,
+            self._read_memory(),
+            self.config,
+            loading.serving,
+            has_cuda=self._cuda[0],
+            cuda_reason=self._cuda[1],
+            has_overrides=loading.has_overrides,
+        )
+        store = None
+        if decision.is_on and decision.plan is not None:
+            config = self.config
+            store = Store(loading.path, io_threads=config.io_threads, direct_io=config.direct_io, lock_fast=config.lock_fast)
+            try:
+                store.set_plan(decision.plan)
+            except BaseException:
+                store.close()
+                raise
+        for line in block(decision):
+            say(line)
+        self._replace(store, decision)
+        return store
+
+    def _serve_without(self, why: str) -> None:
+        self._why_off = why
+        say(f"off: {why}")
+
+    def model_loaded(self) -> None:
+        """Says what could not be locked, which only loading can tell."""
+        with self._lock:
+            store, decision = self._store, self._decision
+        if store is None or decision is None:
+            return
+        total = store.stats()
+        unlocked = total.fast_bytes - total.locked_bytes
+        if self.config.lock_fast and unlocked > 0:
+            limit = decision.machine.memlock_bytes
+            reason = f"the lock limit is {format_bytes(limit)} (ulimit -l)" if limit is not None else "the system refused"
+            note = f"{format_bytes(unlocked)} of {format_bytes(total.fast_bytes)} fast slots are not locked and may be swapped out: {reason}"
+            say(f"  note    {note}")
+            with self._lock:
+                self._decision = replace(decision, notes=decision.notes + (note,))
+
+    def request_finished(self, n_prompt: int, n_decoded: int, prompt_ms: float, decode_ms: float) -> None:
+        """Adds a request that has ended; the inference thread waits for this, so it only counts."""
+        with self._lock:
+            r = self._requests
+            r.finished += 1
+            r.prompt_tokens += n_prompt
+            r.decoded_tokens += n_decoded
+            r.prompt_ms += prompt_ms
+            r.decode_ms += decode_ms
+
+    def shutdown(self) -> None:
+        """Says in one line how residency did."""
+        with self._lock:
+            store = self._store
+        if store is None:
+            return
+        total = store.stats()
+        if total.hit_rate is not None:
+            say(
+                f"{total.uses} expert uses, {100 * total.hit_rate:.1f} % hits; {total.promotions} promotions, {total.evictions} evictions, "
+                f"{format_bytes(total.bytes_read + total.bytes_home)} read"
+            )
+
+    def props(self) -> dict[str, Any]:
+        """What is in effect, for /props."""
+        with self._lock:
+            decision = self._decision
+        return as_dict(decision) if decision else self._no_model()
+
+    def answer(self, path: str) -> dict[str, Any]:
+        """The JSON of one of ROUTES. Raises KeyError for another path."""
+        return {"/spark/stats": self._stats, "/spark/budget": self._budget}[path]()
+
+    def close(self) -> None:
+        self._replace(None, None)
+
+    def _replace(self, store: Store | None, decision: Decision | None) -> None:
+        with self._lock:
+            old, self._store, self._decision = self._store, store, decision
+        if old is not None:
+            old.close()  # waits for answers that still read it
+
+    def _no_model(self) -> dict[str, Any]:
+        return {"active": False, "why": self._why_off}
+
+    def _stats(self) -> dict[str, Any]:
+        with self._lock:
+            store, decision, requests = self._store, self._decision, replace(self._requests)
+        if decision is None:
+            return self._no_model()
+        result: dict[str, Any] = {
+            "active": decision.is_on,
+            "why": decision.why,
+            "model": str(decision.model.path),
+            "requests": vars(requests),
+        }
+        if store is not None:
+            result["total"] = store.stats().as_dict()
+            result["layers"] = [s.as_dict() for s in store.layer_stats()]
+        return result
+
+    def _budget(self) -> dict[str, Any]:
+        with self._lock:
+            decision = self._decision
+        return budget_dict(decision) if decision else self._no_model()
