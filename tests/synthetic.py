@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -13,7 +15,7 @@ from synthetic_moe.writer import write_adapter, write_model  # noqa: E402
 
 DEMO = ROOT / "pyspark_moe" / "data" / "target-Q4_K_M.gguf"
 
-__all__ = ["DEMO", "PRESETS", "TINY", "ModelFolder", "Shape"]
+__all__ = ["DEMO", "PRESETS", "TINY", "ModelFolder", "Shape", "models"]
 
 
 class ModelFolder:
@@ -38,3 +40,11 @@ class ModelFolder:
         """A LoRA adapter on the experts of a preset."""
         path = self.folder / f"{preset}-lora.gguf"
         return path if path.exists() else write_adapter(path, self.get(preset))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """The session's tiny models; modules that import this fixture share the files."""
+    folder = tmp_path_factory.getbasetemp() / "synthetic-models"
+    folder.mkdir(exist_ok=True)
+    return ModelFolder(folder)
