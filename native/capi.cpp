@@ -183,7 +183,7 @@ int32_t spark_store_reset_stats(spark_store * store) {
 int32_t spark_store_wait_idle(spark_store * store, int32_t timeout_ms) {
     return spark::guard([&] {
         require(store, "store is NULL");
-        spark::swap_engine * engine = store->core->swaps();
+        const std::shared_ptr<spark::swap_engine> engine = store->core->swaps();
         if (engine && !engine->wait_idle(timeout_ms)) {
             throw error(SPARK_STATUS_BAD_STATE, format("the swap engine is still busy after %d ms", timeout_ms));
         }

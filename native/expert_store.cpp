@@ -49,7 +49,6 @@ expert_store::expert_store(const store_options & options)
 }
 
 expert_store::~expert_store() {
-    engine.reset();
     ggml_free(stack_tensors);
 }
 
@@ -181,7 +180,7 @@ void expert_store::load() {
             }
         }
         if ((may_change && policy == SPARK_POLICY_FREQUENCY) || policy == SPARK_POLICY_CHAOS) {
-            engine = std::make_unique<swap_engine>(*this);
+            engine = std::make_shared<swap_engine>(*this);
         }
     } catch (...) {
         unload();
@@ -190,7 +189,15 @@ void expert_store::load() {
 }
 
 void expert_store::unload() {
-    engine.reset();
+    if (engine) {
+        engine->stop(); // before the slots it may be filling go away
+        engine.reset();
+    }
+    {
+        // the contexts of this model are gone, and with them what their last, perhaps aborted, graph held
+        std::lock_guard<std::mutex> lock(contexts_mutex);
+        contexts.clear();
+    }
     for (auto & layer : layers) {
         for (auto & stack : layer->stacks) {
             stack->memory.reset();
@@ -198,6 +205,11 @@ void expert_store::unload() {
             stack->hook.stack->buffer = nullptr;
         }
     }
+}
+
+std::shared_ptr<swap_engine> expert_store::swaps() const {
+    std::lock_guard<std::mutex> lock(users_mutex);
+    return engine;
 }
 
 expert_stack * expert_store::find_stack(const char * name) {

@@ -131,7 +131,8 @@ public:
     // Tests (chaos): a resident expert that is not pinned leaves its slot; false when it cannot leave now.
     bool evict(layer_state & layer, int32_t expert);
 
-    swap_engine * swaps() { return engine.get(); }
+    // The swap engine while a model is loaded and experts may move, else nullptr; shared, so that it outlives the caller's use.
+    std::shared_ptr<swap_engine> swaps() const;
 
     spark_stats layer_stats(int32_t index) const;
 
@@ -155,7 +156,7 @@ private:
     std::mutex contexts_mutex;
     std::unordered_map<const void *, std::unique_ptr<context_state>> contexts;
 
-    std::unique_ptr<swap_engine> engine;
+    std::shared_ptr<swap_engine> engine;
     struct ggml_context * stack_tensors = nullptr;
 };
 

@@ -118,6 +118,7 @@ private:
         } else if (params.load_mode != LLAMA_LOAD_MODE_MLOCK && params.load_mode != LLAMA_LOAD_MODE_DIRECT_IO) {
             params.load_mode = LLAMA_LOAD_MODE_NONE;
         }
+        params.no_op_offload = true; // a stack has slots without memory behind them, so it cannot be copied to a device as a whole
         params.warmup = false; // llama.cpp warms up by selecting every expert: a full read of the file
     }
 

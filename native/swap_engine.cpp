@@ -21,12 +21,20 @@ swap_engine::swap_engine(expert_store & store) : store(store) {
 }
 
 swap_engine::~swap_engine() {
+    stop();
+}
+
+void swap_engine::stop() {
     {
         std::lock_guard<std::mutex> lock(mutex);
         stopping = true;
+        queue.clear();
     }
     has_work.notify_all();
-    thread.join();
+    is_idle.notify_all();
+    if (thread.joinable()) {
+        thread.join();
+    }
 }
 
 void swap_engine::log_miss(int32_t layer_index, int32_t expert) {

@@ -21,6 +21,9 @@ public:
     swap_engine(const swap_engine &) = delete;
     swap_engine & operator=(const swap_engine &) = delete;
 
+    // Ends the thread; again is allowed.
+    void stop();
+
     // Logs that a step read `expert` from its home. Bounded: when the queue is full the entry is dropped, and only a
     // promotion is lost. Called with the layer's lock held; never blocks for long.
     void log_miss(int32_t layer_index, int32_t expert);
