@@ -53,7 +53,9 @@ class Term:
 
 
 def format_bytes(n: int) -> str:
-    """Bytes for people: MiB below one GiB, GiB above."""
+    """Bytes for people: KiB below one MiB, MiB below one GiB, GiB above."""
+    if 0 < n < MIB:
+        return f"{n / 1024:.0f} KiB"
     if n < GIB:
         return f"{n / MIB:.1f} MiB"
     return f"{n / GIB:.2f} GiB"
