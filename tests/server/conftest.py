@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import TARGET, Server  # noqa: E402
+from harness import ONE_THREAD, TARGET, Server  # noqa: E402
 
 API_KEY = "secret-of-the-tests"
 
@@ -34,8 +34,19 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("api")
     slots = folder / "slots"
     slots.mkdir()
-    args = ["-m", TARGET, "--spark", "--spark-slots", "10", "-c", "4096", "-np", "2", "-t", "2", "--jinja", "--metrics", "--slot-save-path", slots]
+    args = ["-m", TARGET, "--spark", "--spark-slots", "10", "-c", "4096", "-np", "2", *ONE_THREAD, "--jinja", "--metrics", "--swa-full", "--slot-save-path", slots]
     with Server([str(a) for a in args], folder / "server.log", api_key=API_KEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tools_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that calls tools. The demo model never learned to, so a template marks calls with a token it does not use
+    (5, <|mask|>) and a bias makes that token come first, and the end (4) as soon as llama-server's grammar lets it."""
+    template = Path(__file__).with_name("tools.jinja")
+    args = ["-m", TARGET, "--spark", "--spark-slots", "10", "-c", "4096", "-np", "1", *ONE_THREAD, "--jinja", "--chat-template-file", template,
+            "--logit-bias", "5+100", "--logit-bias", "4+200"]
+    with Server([str(a) for a in args], tmp_path_factory.mktemp("tools") / "server.log", api_key=API_KEY) as server:
         yield server
 
 

@@ -18,6 +18,7 @@ import pyspark_moe
 
 DATA = Path(pyspark_moe.__file__).parent / "data"
 TARGET, DRAFT = DATA / "target-Q4_K_M.gguf", DATA / "draft-q8_0.gguf"
+ONE_THREAD = ("-t", "1")  # threads that wait for each other crawl on a busy machine
 DFLASH_SERVER = (sys.executable, "-m", "pyspark_moe.server.cli")
 
 
