@@ -19,16 +19,18 @@ FLAGS += "-DSPARK_CUDA_ARCHITECTURES=$(SPARK_CUDA_ARCHITECTURES)"
 endif
 
 CONFIGURE = $(CMAKE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython3_EXECUTABLE=$(CURDIR)/$(PY) -S .
+# CMake's long report goes to a file; what concerns the user is shown, and all of it when it fails.
+LOGGED    = $(1) >build/configure.log 2>&1 && sed -n '/^-- \(upstream\|CUDA backend\|Web UI\|OpenSSL\)/p' build/configure.log || { cat build/configure.log; exit 1; }
 COMPILE   = $(CMAKE) --build $(1) $(if $(JOBS),-j $(JOBS))
 
-.PHONY: help build native demo serve test test.native test.python lint bench patches.check stock build.asan build.tsan build.cuda toolchain clean distclean
+.PHONY: help build sources native demo serve test test.native test.python lint bench patches.check stock build.asan build.tsan build.cuda toolchain clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo           build, start the server with half of the demo model's experts in memory, ask it, stop"
 	@echo "make serve          the same server, kept running (SERVE='--spark-slots 16 --port 8080')"
 	@echo "make test           everything CI runs (PYTEST=tests/unit for a part)"
-	@echo "make build          libraries and Python package into .venv (SPARK_CUDA=ON, JOBS=4, CMAKE_FLAGS=-D...)"
+	@echo "make build          libraries and Python package into .venv (SPARK_CUDA=ON, JOBS=4, CMAKE_FLAGS=-D..., SDIST=FILE)"
 	@echo "make lint | patches.check | build.asan | build.tsan | build.cuda | stock | bench | clean | distclean"
 
 # What must be on the machine; everything else comes from PyPI into .venv.
@@ -44,7 +46,7 @@ $(VENV)/.tools: scripts/install_python.py | toolchain
 	@$(PY) scripts/install_python.py tools
 	@touch $@
 
-$(VENV)/.runtime: pyproject.toml scripts/install_python.py patches/UPSTREAM $(VENV)/.tools
+$(VENV)/.runtime: pyproject.toml scripts/install_python.py patches/UPSTREAM $(VENV)/.tools | sources
 	@$(PY) scripts/install_python.py runtime
 	@touch $@
 
@@ -52,8 +54,13 @@ $(VENV)/.test: pyproject.toml scripts/install_python.py patches/UPSTREAM $(VENV)
 	@$(PY) scripts/install_python.py test
 	@touch $@
 
-native: $(VENV)/.tools
-	@if [ ! -f build/native/build.ninja ] || [ -n "$(strip $(FLAGS))" ]; then $(CONFIGURE) -B build/native $(FLAGS); fi
+# The sdist: from PyPI, or SDIST=FILE. Both llama.cpp and the Python part of llama-cpp-python come from it.
+sources: $(VENV)/.tools
+	@mkdir -p build
+	@$(PY) scripts/upstream.py $(if $(SDIST),--sdist "$(SDIST)") fetch >/dev/null
+
+native: sources
+	@if [ ! -f build/native/build.ninja ] || [ -n "$(strip $(FLAGS))" ]; then $(call LOGGED,$(CONFIGURE) -B build/native $(FLAGS)); fi
 	@$(call COMPILE,build/native) --target spark_libraries
 
 # The package itself: pip once (it finds the native build done), afterwards only the libraries that changed are copied.
@@ -77,8 +84,8 @@ patches.check: $(VENV)/.tools
 	@$(PY) scripts/upstream.py check
 	@$(PY) scripts/upstream.py stats
 
-test.native: $(VENV)/.tools
-	@$(CONFIGURE) -B build/native -DSPARK_BUILD_TESTS=ON $(FLAGS) >build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
+test.native: sources
+	@$(call LOGGED,$(CONFIGURE) -B build/native -DSPARK_BUILD_TESTS=ON $(FLAGS)) >build/tests.log || { cat build/tests.log; exit 1; }
 	@$(call COMPILE,build/native)
 	@$(CTEST) --test-dir build/native --output-on-failure --no-tests=error
 
@@ -92,13 +99,13 @@ test:
 	@$(MAKE) --no-print-directory test.python
 
 # The native tests with sanitizers; everything they link is instrumented.
-build.asan: $(VENV)/.tools
-	@$(CONFIGURE) -B build/asan -DSPARK_SANITIZE=address
+build.asan: sources
+	@$(call LOGGED,$(CONFIGURE) -B build/asan -DSPARK_SANITIZE=address)
 	@$(call COMPILE,build/asan)
 	@$(CTEST) --test-dir build/asan --output-on-failure --no-tests=error
 
-build.tsan: $(VENV)/.tools
-	@$(CONFIGURE) -B build/tsan -DSPARK_SANITIZE=thread
+build.tsan: sources
+	@$(call LOGGED,$(CONFIGURE) -B build/tsan -DSPARK_SANITIZE=thread)
 	@$(call COMPILE,build/tsan)
 	@$(CTEST) --test-dir build/tsan --output-on-failure --no-tests=error
 
@@ -106,8 +113,8 @@ build.cuda:
 	@$(MAKE) --no-print-directory build SPARK_CUDA=ON
 
 # llama-server, llama-bench, llama-quantize, llama-gguf-split from the same sources without our series, for comparisons.
-stock: $(VENV)/.tools
-	@test -f build/stock/build.ninja || $(CONFIGURE) -B build/stock -DSPARK_STOCK=ON
+stock: sources
+	@test -f build/stock/build.ninja || { $(call LOGGED,$(CONFIGURE) -B build/stock -DSPARK_STOCK=ON); }
 	@$(call COMPILE,build/stock)
 
 bench: build stock $(VENV)/.test

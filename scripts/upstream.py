@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The vendored llama.cpp: fetch the pinned sources, apply the patch series, and the way back.
 
-    upstream.py fetch                     the pinned sdist, into the cache
+    upstream.py fetch                     the pinned sdist, into the cache (with --sdist FILE: from there)
     upstream.py stage --into DIR          what a build does: pinned sources + whole series, only changed files are written
     upstream.py apply --into DIR          a tree to edit, with the series up to --upto PATCH
     upstream.py refresh --tree DIR        writes the edits of that tree into the last patch applied to it
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patch_series import Patch, PatchError, apply_file, diff_file, parse_patch, reverse_file
-from upstream_source import UNUSED, Pin, UpstreamError, default_cache, fetch, locked, read_pin, sha256_of, unpack, verify
+from upstream_source import UNUSED, Pin, UpstreamError, adopt, default_cache, fetch, locked, read_pin, sha256_of, unpack, verify
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = ".spark-stamp"  # written last into a staged tree: hash of pin and series
@@ -49,8 +49,6 @@ class Context:
                 raise UpstreamError(f"{self.source} is not a llama.cpp source tree: it has no ggml/CMakeLists.txt")
             return self.source
         if self.sdist:
-            if not self.sdist.is_file():
-                raise UpstreamError(f"{self.sdist} does not exist; give the path of llama_cpp_python-{self.pin.version}.tar.gz")
             verify(self.sdist, self.pin)
         ready = self.cache / "upstream" / f"{self.pin.version}-{self.pin.sha256[:16]}"
         if ready.exists():
@@ -161,6 +159,8 @@ def sync_tree(pristine: Path, overlay: Overlay, target: Path) -> int:
 
 
 def command_fetch(context: Context, args: argparse.Namespace) -> int:
+    if context.sdist:
+        adopt(context.sdist, context.pin, context.cache)
     print(fetch(context.pin.version, context.cache, context.pin))
     return 0
 

@@ -94,6 +94,9 @@ def sha256_of(path: Path) -> str:
 
 
 def verify(path: Path, pin: Pin) -> None:
+    """Raises UpstreamError unless `path` is the pinned sdist."""
+    if not path.is_file():
+        raise UpstreamError(f"{path} does not exist; give the path of llama_cpp_python-{pin.version}.tar.gz")
     actual = sha256_of(path)
     if actual != pin.sha256:
         raise UpstreamError(
@@ -120,6 +123,17 @@ def fetch(version: str, cache: Path, pin: Pin | None = None) -> Path:
         elif pin:
             verify(target, pin)
     return target
+
+
+def adopt(path: Path, pin: Pin, cache: Path) -> None:
+    """Copies a local sdist into the cache, where everything looks for it. Raises UpstreamError when it is not the pinned one."""
+    verify(path, pin)
+    target = cache / "sdist" / f"llama_cpp_python-{pin.version}.tar.gz"
+    with locked(target.parent / ".lock"):
+        if not target.exists():
+            partial = target.with_suffix(".partial")
+            shutil.copyfile(path, partial)
+            os.replace(partial, target)
 
 
 def _pip_download(version: str, folder: Path, pin: Pin | None) -> Path:
