@@ -17,6 +17,7 @@ Nothing is loaded at import: the first use loads the library and checks version 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import os
 import sys
@@ -53,17 +54,22 @@ _POLICIES = {"frequency": "SPARK_POLICY_FREQUENCY", "static": "SPARK_POLICY_STAT
 def library_directory() -> Path:
     """The folder with libspark_moe, libllama, libggml* and libllama-server-impl.
 
-    Every folder of the package is searched, since an editable install keeps sources and libraries apart.
-    Raises errors.BuildError.
+    The folder of the package and the one it was installed to are searched: an editable install keeps sources and
+    libraries apart. Raises errors.BuildError.
     """
     import pyspark_moe
 
     folders = [Path(folder) / "lib" for folder in pyspark_moe.__path__]
-    for folder in folders:
+    try:
+        installed = importlib.metadata.distribution("pyspark_moe").locate_file("pyspark_moe/lib")
+        folders.append(Path(str(installed)))
+    except importlib.metadata.PackageNotFoundError:
+        pass  # run from a checkout that was never installed: the message below says what to do
+    for folder in dict.fromkeys(folders):
         if (folder / _LIBRARY).is_file():
             return folder
     raise errors.BuildError(
-        f"The native libraries of pyspark_moe are missing ({_LIBRARY} is in none of: {', '.join(map(str, folders))}). "
+        f"The native libraries of pyspark_moe are missing ({_LIBRARY} is in none of: {', '.join(map(str, dict.fromkeys(folders)))}). "
         "Build them: `make build` in a checkout, or install the package again."
     )
 
