@@ -86,6 +86,7 @@ inline void write_gguf(const std::string & path, const std::vector<tensor_descri
         ggml_tensor * tensor = ggml_new_tensor(meta.get(), t.type, (int) t.ne.size(), t.ne.data());
         ggml_set_name(tensor, t.name.c_str());
         data.push_back(tensor_bytes(t));
+        data.back().reserve(1); // an address, even for a tensor without bytes
         tensor->data = data.back().data();
         gguf_add_tensor(gguf.get(), tensor);
     }
