@@ -58,6 +58,7 @@ class DemoServer:
             self._wait_ready()
         except BaseException:
             self.stop()
+            self.print_tail()
             raise
         return self
 
@@ -96,6 +97,12 @@ class DemoServer:
         with os.fdopen(os.dup(self._log.fileno()), "rb") as log:
             log.seek(0)
             return log.read().decode(errors="replace").splitlines()
+
+    def print_tail(self) -> None:
+        """The end of its log on stderr, for a person who has to find out what went wrong."""
+        print("\nThe end of the server's log:", file=sys.stderr)
+        for line in self.log_lines()[-_LOG_TAIL_LINES:]:
+            print(f"    {line}", file=sys.stderr)
 
 
 def _show(title: str, text: str) -> None:
@@ -137,11 +144,11 @@ def run(extra_flags: list[str]) -> None:
             _show_speed(code)
             _show_residency(request(f"{server.url}/spark/stats"))
         except BaseException:
-            _print_tail(server)
+            server.print_tail()
             raise
         status = server.stop()
         if status != 0:
-            _print_tail(server)
+            server.print_tail()
             raise DemoError(f"The server ended with exit status {status} instead of 0.")
     print("\nThe model is a toy that shows the machinery: judge the speed and the figures, not the answers.")
 
@@ -151,12 +158,6 @@ def _show_speed(answer: dict[str, Any]) -> None:
     if not timings:
         raise DemoError("The answer has no timings.")
     print(f"    ({timings['predicted_n']} tokens, {timings['predicted_per_second']:.0f} tokens/s)")
-
-
-def _print_tail(server: DemoServer) -> None:
-    print("\nThe end of the server's log:", file=sys.stderr)
-    for line in server.log_lines()[-_LOG_TAIL_LINES:]:
-        print(f"    {line}", file=sys.stderr)
 
 
 def main() -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
-from .budget import format_gib_flag
+from .config import GIB
 from .errors import BuildError
 from .model_info import read_model_info
 
@@ -33,4 +34,5 @@ def draft_path() -> Path:
 
 def half_of_experts_gib() -> float:
     """A budget of half of the bytes of its experts, GiB."""
-    return float(format_gib_flag(read_model_info(path()).expert_bytes // 2))
+    half = read_model_info(path()).expert_bytes // 2
+    return math.floor(half / GIB * 1e6) / 1e6  # six digits make a flag one can read, and write again

@@ -8,6 +8,7 @@ from pathlib import Path
 
 # v1 writes "no limit" as the largest multiple of a page below 2^63.
 _V1_UNLIMITED = 2**60
+_CAP_IPC_LOCK = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,16 @@ def _read_cgroup(root: Path) -> CgroupLimit | None:
     return min(found, key=lambda c: c.available_bytes, default=None)
 
 
+def _may_lock_anything(root: Path) -> bool:
+    """Whether this process has CAP_IPC_LOCK, which the lock limit does not bind."""
+    try:
+        lines = (root / "proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return False
+    effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
+    return bool(int(effective, 16) & _CAP_IPC_LOCK)
+
+
 def read_machine_memory(root: Path = Path("/")) -> MachineMemory:
     """Reads the machine's memory facts now. `root`: where /proc and /sys are (for tests). Raises OSError without /proc/meminfo."""
     info = _read_table(root / "proc/meminfo")
@@ -134,5 +145,5 @@ def read_machine_memory(root: Path = Path("/")) -> MachineMemory:
         physical_bytes=total,
         physical_available_bytes=available,
         cgroup=_read_cgroup(root),
-        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        memlock_bytes=None if soft == resource.RLIM_INFINITY or _may_lock_anything(root) else soft,
     )

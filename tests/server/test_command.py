@@ -38,8 +38,13 @@ def test_the_second_signal_ends_at_once(start: Start) -> None:
     events = server.stream("/completion", prompt="Once", n_predict=100000, temperature=0, ignore_eos=True)
     next(events)
     server.process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + 20
+    while "cleaning up before exit" not in server.log:  # llama-server waits for the client now, which goes on reading
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(20) is not None
+    assert server.process.wait(5) == 1
+    assert "Received second interrupt" in server.log
 
 
 def test_a_signal_while_loading_ends_the_program() -> None:

@@ -84,3 +84,12 @@ def test_a_group_over_its_limit_has_nothing_available(tmp_path: Path) -> None:
 def test_no_proc_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="is /proc mounted"):
         read_machine_memory(tmp_path)
+
+
+@pytest.mark.parametrize(("capabilities", "is_bound"), [("0000000000000000", True), ("000001ffffffffff", False), ("0000000000004000", False)])
+def test_the_lock_limit_does_not_bind_those_who_may_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: str, is_bound: bool
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * 1024**2, 8 * 1024**2))
+    memory = read_machine_memory(write(tmp_path, {**MEMINFO, "proc/self/status": f"Name:\tx\nCapEff:\t{capabilities}\n"}))
+    assert memory.memlock_bytes == (8 * 1024**2 if is_bound else None)
