@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""A mixture of experts larger than the memory of its process: --spark-ram against llama.cpp's own memory mapping.
+
+Method: a synthetic model (scripts/make_synthetic_moe.py), at least three times larger than the memory limit of the control
+group that each server runs in, page cache included. One server at a time; before each start the model's pages are dropped
+from the cache. After a prompt and some tokens to settle, greedy tokens are timed by llama-server itself
+(predicted_per_second). Rounds alternate the arms.
+
+Arms:
+  mmap   the stock llama-server with its default mapping and --no-repack (repacked experts are copied to memory of the
+         process, which the limit does not hold)
+  spark  dflash_server --spark-ram, under the same limit
+"""
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+from memory_limit import MemoryLimit
+from servers import DFLASH, ROOT, STOCK, Server, prompts_from
+
+GIB = 2**30
+PROMISED = 3.0
+
+
+def drop_cache(path: Path) -> None:
+    """Drops a file's pages from the page cache."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(program: Sequence[str], flags: Sequence[Any], limit_bytes: int, args: argparse.Namespace, prompt: str) -> dict[str, float]:
+    """One server under the limit: tokens/s of decoding, time to first token of the prompt, peak memory of the group."""
+    drop_cache(args.model)
+    with MemoryLimit(limit_bytes) as limit, Server(program, flags, enter=limit.enter) as server:
+        first = server.complete(prompt, args.settle)
+        before = server.get("/spark/stats")
+        answer = server.complete(prompt[: len(prompt) // 2], args.tokens)
+        metrics = {"tokens_per_s": answer.decode_per_s, "ttft_ms": 1000 * first.first_s, "peak_gib": (limit.peak_bytes() or 0) / GIB}
+        after = server.get("/spark/stats")
+        if before and after and "total" in after:
+            uses = after["total"]["uses"] - before["total"]["uses"]
+            metrics["hit_rate"] = (after["total"]["hits"] - before["total"]["hits"]) / uses
+            metrics["read_mb_per_token"] = (after["total"]["bytes_read"] - before["total"]["bytes_read"]) / 1e6 / answer.n_tokens
+        return metrics
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="one GGUF file")
+    parser.add_argument("--limit-gib", type=float, required=True, help="memory limit of the control group")
+    parser.add_argument("--spark-ram", type=float, required=True, help="GiB")
+    parser.add_argument("--stock", type=Path, default=STOCK)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--settle", type=int, default=32, help="tokens generated before the timed ones")
+    parser.add_argument("--tokens", type=int, default=64, help="timed")
+    parser.add_argument("--prompt-characters", type=int, default=60)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--spark-flags", nargs=argparse.REMAINDER, default=[], help="more flags for dflash_server")
+    args = parser.parse_args()
+    if not args.stock.is_file():
+        parser.error(f"'{args.stock}' does not exist: run `make stock`, or give --stock.")
+    size = args.model.stat().st_size
+    if size < 3 * args.limit_gib * GIB:
+        parser.error(f"the model has {size / GIB:.2f} GiB, less than three times the limit of {args.limit_gib:g} GiB.")
+
+    limit_bytes = int(args.limit_gib * GIB)
+    (prompt,) = prompts_from(ROOT / "tests" / "data" / "heldout.jsonl", 1, args.prompt_characters)
+    flags = ["-m", args.model, "-t", args.threads, "-np", 1, "-c", args.context, "-b", 128, "-ub", 128, "--no-warmup", "--cache-ram", 0]
+    arms: dict[str, Callable[[], common.Metrics]] = {
+        "mmap": lambda: measure([str(args.stock)], [*flags, "--no-repack"], limit_bytes, args, prompt),
+        "spark": lambda: measure(DFLASH, [*flags, "--spark", "--spark-ram", args.spark_ram, *args.spark_flags], limit_bytes, args, prompt),
+    }
+    load_before = common.load_average()
+    shared = ("tokens_per_s", "ttft_ms", "peak_gib")
+    rounds = common.run_paired(arms, args.rounds, warmup=0)
+    ratios = {m: rounds.ratio("spark", "mmap", m) for m in shared}
+    medians = {arm: {m: rounds.median(arm, m) for m in rounds.rounds[0][arm]} for arm in arms}
+    results = {"rounds": args.rounds, "medians": medians, "spark / mmap": ratios, "promised": PROMISED}
+    common.progress(f"spark / mmap: tokens/s {ratios['tokens_per_s']['median']:.2f} (promised {PROMISED:g})")
+    settings = {k: getattr(args, k) for k in ("model", "limit_gib", "spark_ram", "settle", "tokens", "prompt_characters", "context", "threads", "spark_flags")}
+    settings["model_gib"] = round(size / GIB, 2)
+    common.save("limit", method=(__doc__ or "").strip(), settings=settings, results=results, rounds={"limit": rounds}, load_before=load_before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What every benchmark shares: paired runs, medians, who measured what where, and the result file.
+
+A benchmark compares arms. Rounds go A B A B ...: each round runs every arm once, so that a slow minute of the machine hits
+all of them. The ratio of two arms is the median over rounds of the ratio within a round, with its quartiles.
+"""
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+Metrics = Mapping[str, float]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """(lower quartile, median, upper quartile)."""
+    if len(values) < 2:
+        return (values[0],) * 3
+    q = statistics.quantiles(values, n=4, method="inclusive")
+    return q[0], statistics.median(values), q[2]
+
+
+@dataclass
+class Paired:
+    """Rounds of several arms. rounds[i][arm][metric] is a number; higher or lower is better as the metric's name says."""
+
+    arms: tuple[str, ...]
+    rounds: list[dict[str, dict[str, float]]] = field(default_factory=list)
+
+    def median(self, arm: str, metric: str) -> float:
+        return statistics.median(r[arm][metric] for r in self.rounds)
+
+    def ratio(self, arm: str, base: str, metric: str) -> dict[str, float]:
+        """arm / base within rounds: median and quartiles."""
+        low, middle, high = quartiles([r[arm][metric] / r[base][metric] for r in self.rounds])
+        return {"median": middle, "lower_quartile": low, "upper_quartile": high}
+
+    def summary(self, base: str) -> dict[str, Any]:
+        """Medians of every arm and ratios to `base`."""
+        metrics = list(self.rounds[0][base])
+        return {
+            "rounds": len(self.rounds),
+            "base": base,
+            "medians": {arm: {m: self.median(arm, m) for m in metrics} for arm in self.arms},
+            "ratios": {arm: {m: self.ratio(arm, base, m) for m in metrics} for arm in self.arms if arm != base},
+        }
+
+
+def run_paired(arms: Mapping[str, Callable[[], Metrics]], rounds: int, *, warmup: int = 1, pause_s: float = 0.0) -> Paired:
+    """Runs `rounds` rounds after `warmup` that are thrown away. The order within a round alternates, so that no arm always
+    comes first."""
+    result = Paired(tuple(arms))
+    for number in range(-warmup, rounds):
+        names = list(arms) if number % 2 == 0 else list(reversed(arms))
+        measured = {}
+        for name in names:
+            measured[name] = dict(arms[name]())
+            time.sleep(pause_s)
+        if number >= 0:
+            result.rounds.append({name: measured[name] for name in arms})
+        progress(f"round {number + 1}/{rounds}: " + ", ".join(f"{n} {format_metrics(measured[n])}" for n in arms))
+    return result
+
+
+def format_metrics(metrics: Metrics) -> str:
+    return " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---- where and what
+
+def _command(*args: str) -> str:
+    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def commit() -> str:
+    """Short commit of this checkout; "+changes" when tracked files differ from it."""
+    name = _command("git", "rev-parse", "--short=10", "HEAD") or "unknown"
+    return name + ("+changes" if _command("git", "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _cpu() -> dict[str, Any]:
+    text = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"^model name\s*:\s*(.*)$", text, re.M)
+    flags = re.search(r"^flags\s*:\s*(.*)$", text, re.M)
+    wanted = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
+    have = set(flags.group(1).split()) if flags else set()
+    return {"name": name.group(1).strip() if name else platform.processor(), "cores": os.cpu_count(), "flags": [f for f in wanted if f in have]}
+
+
+def machine() -> dict[str, Any]:
+    """The properties that make two results comparable."""
+    memory = re.search(r"^MemTotal:\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
+    return {
+        "cpu": _cpu(),
+        "memory_gib": round(int(memory.group(1)) / 2**20, 1) if memory else None,
+        "kernel": platform.release(),
+        "system": platform.system(),
+    }
+
+
+def machine_slug(facts: Mapping[str, Any]) -> str:
+    """Folder name for a machine's results."""
+    cpu = re.sub(r"[^a-z0-9]+", "-", str(facts["cpu"]["name"]).lower()).strip("-")
+    return f"{cpu}-{facts['cpu']['cores']}c-{round(facts['memory_gib'])}g"
+
+
+def load_average() -> float:
+    """Runnable processes over the last minute: a busy machine is no place to measure."""
+    return os.getloadavg()[0]
+
+
+def save(name: str, *, method: str, settings: Mapping[str, Any], results: Mapping[str, Any], rounds: Mapping[str, Paired], load_before: float) -> Path:
+    """Writes results/<machine>/<date>-<commit>-<name>.json. settings: everything that must be equal for a comparison."""
+    facts = machine()
+    now = datetime.datetime.now(datetime.timezone.utc)
+    folder = RESULTS / machine_slug(facts)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{now:%Y%m%d-%H%M%S}-{commit()}-{name}.json"
+    value = {
+        "benchmark": name,
+        "method": method,
+        "time": now.isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": " ".join(["python", *[_relative(arg) for arg in sys.argv]]),
+        "machine": facts,
+        "load_average": {"before": load_before, "after": load_average()},
+        "settings": {key: _relative(v) for key, v in settings.items()},
+        "results": results,
+        "rounds": {key: paired.rounds for key, paired in rounds.items()},
+    }
+    path.write_text(json.dumps(value, indent=1) + "\n")
+    progress(f"wrote {path.relative_to(ROOT)}")
+    return path
+
+
+def _relative(value: Any) -> Any:
+    """Paths of one machine stay out of results: inside the checkout relative to it, outside the name alone."""
+    if isinstance(value, (list, tuple)):
+        return [_relative(v) for v in value]
+    if not isinstance(value, (str, Path)) or "/" not in str(value):
+        return value
+    path = Path(str(value))
+    if not path.is_absolute():
+        return str(value)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
