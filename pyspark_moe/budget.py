@@ -8,7 +8,7 @@ that is more than there is.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .config import GIB
 from .model_info import ModelInfo
@@ -33,7 +33,11 @@ _FULL_ATTENTION_EVERY = 6
 
 @dataclass(frozen=True)
 class Serving:
-    """How the model will be used, as far as it costs memory. n_ctx 0: the model's own context; tokens."""
+    """How the model will be used, as far as it costs memory. n_ctx 0: the model's own context; tokens.
+
+    is_fitted    llama-server may shrink a context that nobody asked for (its --fit), default False
+    n_ctx_least  but not below this, tokens
+    """
 
     n_ctx: int = 0
     n_batch: int = 2048
@@ -41,6 +45,8 @@ class Serving:
     n_parallel: int = 1
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
+    is_fitted: bool = False
+    n_ctx_least: int = 4096
 
 
 @dataclass(frozen=True)
@@ -111,11 +117,31 @@ def compute_bytes(model: ModelInfo, serving: Serving) -> int:
     return n_tokens * (model.n_vocab + 8 * model.n_embd) * 4
 
 
+def settle_context(model: ModelInfo, serving: Serving, physical_bytes: int) -> Serving:
+    """The same with the context that llama-server will take: its --fit shrinks one that nobody asked for until the model,
+    with all its experts, would leave 1 GiB of the machine's memory, whatever our slots save."""
+    if serving.n_ctx:
+        return serving
+    most = model.n_ctx_train
+    settled = replace(serving, n_ctx=most)
+    least = min(serving.n_ctx_least, most)
+    free = physical_bytes - GIB - model.tensor_bytes
+    need_most, need_least = (_context_bytes(model, replace(serving, n_ctx=n)) for n in (most, least))
+    if not serving.is_fitted or need_most <= free or need_most <= need_least:
+        return settled
+    share = max(0.0, (free - need_least) / (need_most - need_least))
+    return replace(serving, n_ctx=least + int((most - least) * share))
+
+
+def _context_bytes(model: ModelInfo, serving: Serving) -> int:
+    return kv_cache_bytes(model, serving) + compute_bytes(model, serving)
+
+
 def base_terms(model: ModelInfo, serving: Serving) -> tuple[Term, ...]:
     """Everything but the experts."""
     return (
         Term("weights that are not experts", model.other_bytes),
-        Term("key/value cache", kv_cache_bytes(model, serving), is_estimate=True),
+        Term(f"key/value cache of {serving.n_ctx or model.n_ctx_train} tokens", kv_cache_bytes(model, serving), is_estimate=True),
         Term("compute buffers", compute_bytes(model, serving), is_estimate=True),
     )
 

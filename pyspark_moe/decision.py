@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from . import placement
-from .budget import MIB, Serving, Term, base_terms, format_bytes, format_gib_flag, total_bytes
+from .budget import MIB, Serving, Term, base_terms, format_bytes, format_gib_flag, settle_context, total_bytes
 from .config import GIB, SparkConfig
 from .errors import BudgetError, ConfigError, MachineMemoryError, NoExpertsError
 from .memory import MachineMemory
@@ -89,6 +89,7 @@ def decide(
     Raises ConfigError (a flag this build cannot honour), NoExpertsError (a budget for a dense model), BudgetError (a
     budget that cannot be met), MachineMemoryError (too little memory, and config.force is not set).
     """
+    serving = settle_context(model, serving, machine.physical_bytes)
 
     def off(why: str, notes: tuple[str, ...] = ()) -> Decision:
         return Decision(config.mode, False, why, model, machine, terms=base_terms(model, serving), notes=notes)

@@ -96,6 +96,8 @@ def read_serving(args: Sequence[str]) -> Serving:
         n_parallel=n_parallel if n_parallel > 0 else 4,  # llama-server's own choice
         cache_type_k=value_of(args, ("-ctk", "--cache-type-k")) or "f16",
         cache_type_v=value_of(args, ("-ctv", "--cache-type-v")) or "f16",
+        is_fitted=value_of(args, ("-fit", "--fit")) not in ("off", "false", "0") and value_of(args, ("-c", "--ctx-size")) is None,
+        n_ctx_least=_int_of(args, ("-fitc", "--fit-ctx"), 4096),
     )
 
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,9 @@ class Callbacks:
 
     def _model_loading(self, _user: Any, model: Any, out: Any) -> int:
         def call() -> None:
-            serving = Serving(
-                n_ctx=model.n_ctx,
-                n_batch=model.n_batch,
-                n_ubatch=model.n_ubatch,
-                n_parallel=model.n_parallel,
-                cache_type_k=self._serving.cache_type_k,
-                cache_type_v=self._serving.cache_type_v,
+            # what llama-server has parsed wins over what was read from the arguments
+            serving = replace(
+                self._serving, n_ctx=model.n_ctx, n_batch=model.n_batch, n_ubatch=model.n_ubatch, n_parallel=model.n_parallel
             )
             store = self._session.model_loading(LoadingModel(self._text(model.path), serving, model.has_overrides))
             if store is not None:

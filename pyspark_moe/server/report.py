@@ -42,9 +42,8 @@ def block(decision: Decision) -> list[str]:
         if decision.budget_bytes is not None:
             used = decision.fast_bytes + decision.window_bytes
             lines.append(f"  budget  {format_bytes(decision.budget_bytes)} for expert weights; at most {format_bytes(used)} are used")
-        lines.append(
-            f"  memory  about {format_bytes(decision.need_bytes)} needed, {format_bytes(machine.available_bytes)} available on {machine.limited_by}"
-        )
+        bill = ", ".join(f"{term.name} {'about ' if term.is_estimate else ''}{format_bytes(term.n_bytes)}" for term in decision.terms)
+        lines.append(f"  memory  {format_bytes(machine.available_bytes)} available on {machine.limited_by}, about {format_bytes(decision.need_bytes)} needed: {bill}")
         lines.append(f"  policy  {decision.plan.policy}")
     lines += [f"  note    {note}" for note in decision.notes]
     return lines

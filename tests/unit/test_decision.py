@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pyspark_moe.budget import Serving, format_gib_flag, kv_cache_bytes
+from pyspark_moe.budget import Serving, compute_bytes, format_gib_flag, kv_cache_bytes, settle_context
 from pyspark_moe.config import GIB, SparkConfig
 from pyspark_moe.decision import decide
 from pyspark_moe.errors import BudgetError, ConfigError, MachineMemoryError, NoExpertsError
@@ -170,6 +170,23 @@ def test_cache_size() -> None:
     assert kv_cache_bytes(m, Serving(n_ctx=100, cache_type_k="q8_0", cache_type_v="q8_0")) == 100 * per_token * 34 // 64
     windowed = replace(m, metadata={**m.metadata, "a.attention.sliding_window": 10, "a.attention.sliding_window_pattern": (True,) * 9 + (False,)})
     assert kv_cache_bytes(windowed, Serving(n_ctx=10000, n_ubatch=90)) == 100 * per_token
+
+
+def test_the_context_is_the_one_llama_server_settles_on() -> None:
+    long = replace(MODEL, n_ctx_train=2**18)
+    fitted = Serving(is_fitted=True)
+
+    def context(physical_gib: float, serving: Serving = fitted) -> int:
+        return settle_context(long, serving, int(physical_gib * GIB)).n_ctx
+
+    assert context(64) == 2**18
+    assert context(1) == 4096
+    assert context(1, replace(fitted, n_ctx=500)) == 500
+    assert context(1, replace(fitted, is_fitted=False)) == 2**18
+    between = context(2)
+    assert 4096 < between < 2**18
+    at = replace(fitted, n_ctx=between)
+    assert long.tensor_bytes + kv_cache_bytes(long, at) + compute_bytes(long, at) == pytest.approx(GIB, rel=1e-3)
 
 
 def test_a_flag_is_never_below_its_bytes() -> None:
