@@ -31,6 +31,8 @@ set(LLAMA_BUILD_COMMIT "${SPARK_UPSTREAM_COMMIT}")
 unset(GGML_AVAILABLE_BACKENDS CACHE) # llama.cpp only ever adds to this list
 
 add_subdirectory("${SPARK_UPSTREAM_DIR}" "${CMAKE_BINARY_DIR}/llama.cpp" EXCLUDE_FROM_ALL)
+# Without this (CMake 4) unity files hold absolute paths, which no other clone finds in ccache.
+set_target_properties(llama PROPERTIES UNITY_BUILD_RELOCATABLE ON)
 if(NOT SPARK_STOCK)
     # The patched files include the headers of our hooks.
     foreach(library llama server-context llama-server-impl)

@@ -21,7 +21,7 @@ from typing import Any
 from upstream_source import DISTRIBUTION, UpstreamError, default_cache, fetch, locked, read_pin
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOLS = ["scikit-build-core>=0.10,<1", "cmake>=3.21,<5", "ninja>=1.11"]
+TOOLS = ["scikit-build-core>=0.10,<1", "cmake>=4.0,<5", "ninja>=1.11"]
 
 
 def read_project() -> dict[str, Any]:
