@@ -111,10 +111,10 @@ def _uses_window(layer: int, pattern: object) -> bool:
 
 
 def compute_bytes(model: ModelInfo, serving: Serving) -> int:
-    """Compute buffers: a micro-batch of logits and the few activations that live at the same time; an estimate from below."""
+    """Compute buffers, an estimate from below: a micro-batch of logits, or of the few activations that live at the same time."""
     n_ctx = serving.n_ctx or model.n_ctx_train
     n_tokens = min(serving.n_ubatch, serving.n_batch, n_ctx or serving.n_ubatch)
-    return n_tokens * (model.n_vocab + 8 * model.n_embd) * 4
+    return n_tokens * max(model.n_vocab, 8 * model.n_embd) * 4
 
 
 def settle_context(model: ModelInfo, serving: Serving, physical_bytes: int) -> Serving:
