@@ -166,7 +166,7 @@ static void bad_tensors() {
     const auto with = [&](const char * name, std::vector<int64_t> ne, ggml_type type = GGML_TYPE_Q8_0) {
         auto tensors = M.tensors;
         for (auto & t : tensors) {
-            if (t.name == name) { t.ne = ne; t.type = type; }
+            if (t.name == name) { t = { name, type, ne }; }
         }
         test::write_gguf(path, tensors);
         return open_status(path);

@@ -47,8 +47,7 @@ static ggml_tensor * top_k_view(ggml_context * ctx, int n_used, int n_tokens, st
 static ggml_tensor * plain_weight(ggml_context * ctx, const std::string & name) {
     const auto & t = test::find(M.tensors, name);
     ggml_tensor * w = ggml_new_tensor_3d(ctx, t.type, t.ne[0], t.ne[1], t.ne[2]);
-    const auto bytes = test::tensor_bytes(t);
-    memcpy(w->data, bytes.data(), bytes.size());
+    memcpy(w->data, t.bytes.data(), t.bytes.size());
     return w;
 }
 

@@ -39,37 +39,30 @@ struct tensor_description {
     std::string name;
     ggml_type   type;
     std::vector<int64_t> ne;
+    std::vector<uint8_t> bytes = {}; // of all experts; moe_tensors fills it
 };
-
-// Byte `i` of expert `expert` of tensor `name`: different for every expert, tensor and position. Finite as F32, F16, Q8_0.
-inline uint8_t expert_byte(const std::string & name, int64_t expert, size_t i) {
-    uint32_t h = 2166136261u;
-    for (char c : name) { h = (h ^ (uint8_t) c) * 16777619u; }
-    h = (h ^ (uint32_t) expert) * 16777619u;
-    h = (h ^ (uint32_t) i) * 16777619u;
-    return (uint8_t) (h >> 24) & 0x3f;
-}
 
 inline size_t expert_stride(const tensor_description & t) {
     return ggml_row_size(t.type, t.ne[0]) * (size_t) t.ne[1];
 }
 
+// Different for every tensor, expert and position. No byte is above 0x3f: finite as F32, F16, Q8_0.
 inline std::vector<uint8_t> tensor_bytes(const tensor_description & t) {
     size_t rows = 1;
     for (size_t d = 1; d < t.ne.size(); d++) { rows *= (size_t) t.ne[d]; }
     std::vector<uint8_t> bytes(ggml_row_size(t.type, t.ne[0]) * rows);
-    const size_t stride = t.ne.size() > 2 ? expert_stride(t) : bytes.size();
-    for (size_t i = 0; i < bytes.size(); i++) { bytes[i] = expert_byte(t.name, (int64_t) (i / stride), i % stride); }
+    uint64_t state = 1469598103934665603u;
+    for (char c : t.name) { state = (state ^ (uint8_t) c) * 1099511628211u; }
+    for (uint8_t & byte : bytes) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        byte  = (uint8_t) (state >> 58);
+    }
     return bytes;
 }
 
 // True when `data` holds expert `expert` of `t`.
 inline bool holds_expert(const tensor_description & t, int32_t expert, const char * data) {
-    const size_t stride = expert_stride(t);
-    for (size_t i = 0; i < stride; i++) {
-        if ((uint8_t) data[i] != expert_byte(t.name, expert, i)) { return false; }
-    }
-    return true;
+    return memcmp(data, t.bytes.data() + (size_t) expert * expert_stride(t), expert_stride(t)) == 0;
 }
 
 inline void write_gguf(const std::string & path, const std::vector<tensor_description> & tensors, int n_split = 1, int split_no = 0) {
@@ -85,7 +78,7 @@ inline void write_gguf(const std::string & path, const std::vector<tensor_descri
     for (const tensor_description & t : tensors) {
         ggml_tensor * tensor = ggml_new_tensor(meta.get(), t.type, (int) t.ne.size(), t.ne.data());
         ggml_set_name(tensor, t.name.c_str());
-        data.push_back(tensor_bytes(t));
+        data.push_back(t.bytes.empty() ? tensor_bytes(t) : t.bytes);
         data.back().reserve(1); // an address, even for a tensor without bytes
         tensor->data = data.back().data();
         gguf_add_tensor(gguf.get(), tensor);
@@ -103,6 +96,7 @@ inline std::vector<tensor_description> moe_tensors(int n_layers, int64_t n_exper
         all.push_back({ b + "ffn_gate_exps.weight", GGML_TYPE_Q8_0, { n_embd, n_ff, n_expert } });
         all.push_back({ b + "ffn_up_exps.weight",   GGML_TYPE_Q8_0, { n_embd, n_ff, n_expert } });
     }
+    for (tensor_description & t : all) { t.bytes = tensor_bytes(t); }
     return all;
 }
 
