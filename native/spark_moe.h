@@ -106,7 +106,7 @@ struct spark_stats {
     uint64_t hits;           // selections whose expert was in a fast slot when the step reached the layer
     uint64_t misses;         // selections whose expert was not
     uint64_t misses_home;    // of these, how many were read from the home slot in place (no fast slot was free)
-    uint64_t bytes_read;     // bytes read from home into fast slots
+    uint64_t bytes_read;     // bytes read from home into fast slots since loading; initial experts are not counted
     uint64_t bytes_home;     // bytes of experts read in place from home slots, once per step and expert
     uint64_t promotions;     // experts copied into a fast slot, at load or later
     uint64_t evictions;      // experts that left a fast slot
