@@ -23,7 +23,7 @@ CONFIGURE = $(CMAKE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -
 LOGGED    = $(1) >build/configure.log 2>&1 && sed -n '/^-- \(upstream\|CUDA backend\|Web UI\|OpenSSL\)/p' build/configure.log || { cat build/configure.log; exit 1; }
 COMPILE   = $(CMAKE) --build $(1) $(if $(JOBS),-j $(JOBS))
 
-.PHONY: help build sources native demo serve test test.native test.python lint bench patches.check stock build.asan build.tsan build.cuda toolchain clean distclean
+.PHONY: help build sources native demo serve test test.native test.python lint bench patches.check stock build.asan build.tsan test.sanitizers build.cuda toolchain clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,7 +31,7 @@ help:
 	@echo "make serve          the same server, kept running (SERVE='--spark-slots 16 --port 8080')"
 	@echo "make test           everything CI runs (PYTEST=tests/unit for a part)"
 	@echo "make build          libraries and Python package into .venv (SPARK_CUDA=ON, JOBS=4, CMAKE_FLAGS=-D..., SDIST=FILE)"
-	@echo "make lint | patches.check | build.asan | build.tsan | build.cuda | stock | bench | clean | distclean"
+	@echo "make lint | patches.check | test.sanitizers | build.cuda | stock | bench | clean | distclean"
 
 # What must be on the machine; everything else comes from PyPI into .venv.
 toolchain:
@@ -108,6 +108,8 @@ build.tsan: sources
 	@$(call LOGGED,$(CONFIGURE) -B build/tsan -DSPARK_SANITIZE=thread)
 	@$(call COMPILE,build/tsan)
 	@$(CTEST) --test-dir build/tsan --output-on-failure --no-tests=error
+
+test.sanitizers: build.asan build.tsan
 
 build.cuda:
 	@$(MAKE) --no-print-directory build SPARK_CUDA=ON
