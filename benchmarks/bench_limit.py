@@ -4,7 +4,8 @@
 Method: a synthetic model (made here when it is missing), at least three times larger than the memory limit of the control
 group that each server runs in, page cache included. One server at a time; before each start the model's pages are dropped
 from the cache. After a prompt and some tokens to settle, greedy tokens are timed by llama-server itself
-(predicted_per_second). Rounds alternate the arms.
+(predicted_per_second). Rounds alternate the arms. A mapping depends on the read-ahead of the device, which is in the
+settings: measure it as the machine has it and with the kernel's usual 128 KiB (--read-ahead-kib 128).
 
 Arms:
   mmap   the stock llama-server with its default mapping and --no-repack (repacked experts are copied to memory of the
@@ -17,7 +18,8 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,33 @@ def drop_cache(path: Path) -> None:
     """Drops a file's pages from the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_ahead_file(path: Path) -> Path | None:
+    """Where the kernel keeps the read-ahead of the device that holds a file; None where it does not say."""
+    device = path.stat().st_dev
+    folder = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    candidates = (folder / "queue" / "read_ahead_kb", folder.parent / "queue" / "read_ahead_kb")
+    return next((c for c in candidates if c.exists()), None)
+
+
+@contextmanager
+def read_ahead(path: Path, kib: int | None) -> Iterator[int | None]:
+    """Sets the read-ahead of the model's device in KiB while measuring, None: leaves it; gives what is in effect."""
+    file = read_ahead_file(path)
+    if file is None:
+        if kib is not None:
+            raise OSError(f"the read-ahead of the device of '{path}' cannot be set here: leave --read-ahead-kib out.")
+        yield None
+        return
+    before = file.read_text()
+    if kib is not None:
+        file.write_text(str(kib))
+    try:
+        yield int(file.read_text())
+    finally:
+        if kib is not None:
+            file.write_text(before)
 
 
 def measure(program: Sequence[str], flags: Sequence[Any], limit_bytes: int, args: argparse.Namespace, prompt: str) -> dict[str, float]:
@@ -74,6 +103,7 @@ def main() -> None:
     parser.add_argument("--prompt-characters", type=int, default=60)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--read-ahead-kib", type=int, help="of the model's device, while measuring; default: as it is")
     parser.add_argument("--spark-flags", nargs=argparse.REMAINDER, default=[], help="more flags for dflash_server")
     args = parser.parse_args()
     if not args.stock.is_file():
@@ -93,12 +123,14 @@ def main() -> None:
     }
     load_before = common.load_average()
     shared = ("tokens_per_s", "ttft_ms", "peak_gib")
-    rounds = common.run_paired(arms, args.rounds, warmup=0)
+    with read_ahead(args.model, args.read_ahead_kib) as read_ahead_kib:
+        rounds = common.run_paired(arms, args.rounds, warmup=0)
     ratios = {m: rounds.ratio("spark", "mmap", m) for m in shared}
     medians = {arm: {m: rounds.median(arm, m) for m in rounds.rounds[0][arm]} for arm in arms}
     results = {"rounds": args.rounds, "medians": medians, "spark / mmap": ratios, "promised": PROMISED}
     common.progress(f"spark / mmap: tokens/s {ratios['tokens_per_s']['median']:.2f} (promised {PROMISED:g})")
     settings = {k: getattr(args, k) for k in ("model", "limit_gib", "spark_ram", "settle", "tokens", "prompt_characters", "context", "threads", "spark_flags")}
+    settings["read_ahead_kib"] = read_ahead_kib
     settings["model_gib"] = round(size / GIB, 2)
     settings["model_args"] = MODEL_ARGS if args.model == MODEL else None
     common.save("limit", method=(__doc__ or "").strip(), settings=settings, results=results, rounds={"limit": rounds}, load_before=load_before)
