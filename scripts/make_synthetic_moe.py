@@ -40,7 +40,7 @@ def main() -> None:
 @click.option("--down-type", type=click.Choice(TYPES), help="Storage of down.")
 @click.option("--skew", type=click.FloatRange(0), help="Log popularity of the hottest over the coldest expert; 0: flat.")
 @click.option("--hot-share", type=click.FloatRange(0.6, 1), help="Instead of --skew: share of the hottest 60 %. Default 0.93.")
-@click.option("--affinity", type=click.FloatRange(0), help="How differently topics use experts. Default 1.")
+@click.option("--affinity", type=click.FloatRange(0), help="How differently topics use experts. Default 0.5.")
 @click.option("--topics", "n_topics", type=click.IntRange(1), help="Topics; a token's topic is its id * topics / vocabulary.")
 @click.option("--seed", default=0, show_default=True, help="Same seed, same bytes.")
 @click.option("--split-tensors", default=0, show_default=True, help="Tensors of a shard; 0: one file.")

@@ -56,6 +56,8 @@ def router(rng: np.random.Generator, topics: Topics, n_expert: int, skew: float,
     popularity = -skew * rng.permutation(n_expert) / max(n_expert - 1, 1)
     preference = affinity * rng.standard_normal((n_expert, len(topics.topics)))
     noise = rng.standard_normal((n_expert, n_embd))
+    shared = np.vstack([topics.common, topics.topics])
+    noise -= (noise @ shared.T) @ shared  # chance alone must not make an expert popular
     common = np.outer(popularity / (COMMON * np.sqrt(n_embd)), topics.common)
     topical = (preference / (TOPIC * np.sqrt(n_embd))) @ topics.topics
     return (common + topical + noise / np.sqrt(n_embd)).astype(np.float32)

@@ -30,7 +30,7 @@ class Shape:
     n_topics: int = 4
     skew: float | None = None  # None: the one that gives hot_share
     hot_share: float = 0.93  # of the routing, for the hottest 60 % of the experts
-    affinity: float = 1.0  # how differently topics use experts; 0: alike
+    affinity: float = 0.5  # how differently topics use experts; 0: alike
 
     @property
     def expert_bytes_by_type(self) -> tuple[int, int]:
