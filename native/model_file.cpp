@@ -158,7 +158,7 @@ void model_file::add_tensors(const std::string & path, int32_t shard_index, cons
             continue;
         }
         const ggml_tensor * t = ggml_get_tensor(meta, name.c_str());
-        if (!t || t->ne[2] < 1 || t->ne[2] > INT32_MAX / 4 || t->ne[3] != 1) {
+        if (!t || t->ne[0] < 1 || t->ne[1] < 1 || t->nb[2] == 0 || t->ne[2] < 1 || t->ne[2] > INT32_MAX / 4 || t->ne[3] != 1) {
             throw error(SPARK_STATUS_BAD_FORMAT, format("'%s': tensor '%s' has an impossible shape", path.c_str(), name.c_str()));
         }
         expert_tensor tensor;

@@ -104,6 +104,7 @@ static void contexts_compute_while_experts_move() {
     test::attached a(M.open(4, SPARK_POLICY_CHAOS, 4));
     install_hooks(*a.store);
     std::vector<std::thread> contexts;
+    contexts.reserve(3); // their addresses name the contexts
     for (int c = 0; c < 3; c++) {
         contexts.emplace_back([&, c] {
             for (int step = 0; step < 15; step++) {
