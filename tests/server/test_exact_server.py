@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ONE_THREAD, TARGET, Server
+from harness import DRAFT, ONE_THREAD, TARGET, Server
+from synthetic import ModelFolder, models  # noqa: F401
 
 PROMPTS = ("def quicksort(items):\n", "The kernel was built", "<|user|>What is a list?<|end|><|assistant|>", "import numpy as np\n" * 40)
 ARGS = ("-m", str(TARGET), "-c", "2048", "-np", "1", "-b", "256", "-ub", "128", *ONE_THREAD)
@@ -50,3 +51,24 @@ def test_plain_layout_without_a_store(tmp_path: Path) -> None:
         plain = answers(server)
     with Server([*ARGS, "--spark", "--spark-slots", "8", "--no-repack"], tmp_path / "stored.log") as server:
         assert answers(server) == plain
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dspark"])
+def test_with_a_draft(kind: str, models: ModelFolder, tmp_path: Path) -> None:
+    """A draft head inside the model (another context on the same store), and a draft model of its own, beside experts that
+    move: the drafts, what is accepted, and the text are those of the all-resident server."""
+    if kind == "mtp":
+        args = ["-m", str(models.get("qwen35moe-mtp")), "--spec-type", "draft-mtp"]
+    else:
+        args = ["-m", str(TARGET), "--draft", str(DRAFT)]
+    seen = []
+    for slots, policy in ((32, "frequency"), (4, "chaos"), (0, "frequency")):
+        options = [*args, "-c", "1024", "-np", "1", *ONE_THREAD, "--spark", "--spark-slots", str(slots), "--spark-policy", policy]
+        with Server(options, tmp_path / f"{slots}.log") as server:
+            answer = server.post("/completion", prompt=PROMPTS[0], n_predict=32, temperature=0, cache_prompt=False, ignore_eos=True)
+            timings = answer["timings"]
+            seen.append((answer["content"], timings["draft_n"], timings["draft_n_accepted"]))
+            assert timings["draft_n"] > 0, "nothing was drafted, so nothing was tested"
+            if kind == "dspark":
+                assert timings["draft_n_accepted"] > 0
+    assert seen[1] == seen[0] and seen[2] == seen[0]
