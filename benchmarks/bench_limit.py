@@ -121,6 +121,7 @@ def main() -> None:
         "mmap": lambda: measure([str(args.stock)], [*flags, "--no-repack"], limit_bytes, args, prompt),
         "spark": lambda: measure(DFLASH, [*flags, "--spark", "--spark-ram", args.spark_ram, *args.spark_flags], limit_bytes, args, prompt),
     }
+    common.end_on_sigterm()
     load_before = common.load_average()
     shared = ("tokens_per_s", "ttft_ms", "peak_gib")
     with read_ahead(args.model, args.read_ahead_kib) as read_ahead_kib:

@@ -51,6 +51,7 @@ def main() -> None:
     prompts = prompts_from(ROOT / "tests" / "data" / "heldout.jsonl", args.requests, args.prompt_characters)
     slots = max(args.clients)
     flags = ["-m", args.model, "-t", args.threads, "-np", slots, "-c", 2048 * slots, "--no-cache-prompt", "--cache-ram", 0]
+    common.end_on_sigterm()
     load_before = common.load_average()
     paired = {}
     for clients in args.clients:

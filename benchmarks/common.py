@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -72,6 +73,11 @@ def run_paired(arms: Mapping[str, Callable[[], Metrics]], rounds: int, *, warmup
             result.rounds.append({name: measured[name] for name in arms})
         progress(f"round {number + 1}/{rounds}: " + ", ".join(f"{n} {format_metrics(measured[n])}" for n in arms))
     return result
+
+
+def end_on_sigterm() -> None:
+    """Makes SIGTERM an ordinary exit, so that servers under measurement are stopped too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def format_metrics(metrics: Metrics) -> str:
