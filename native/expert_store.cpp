@@ -146,6 +146,7 @@ void expert_store::load() {
             layer->readers  .assign(layer->n_fast, 0);
             layer->pinned   .assign(layer->file.n_expert, false);
             layer->n_resident = 0;
+            layer->has_run    = false;
             layer->policy     = residency_policy(layer->file.n_expert);
             layer->stats.reset();
             for (int32_t i = 0; i < layer->n_pinned; i++) {

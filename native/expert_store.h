@@ -79,6 +79,7 @@ struct layer_state {
     std::vector<int32_t> readers;   // [n_fast] leases on the slot
     std::vector<bool>    pinned;    // [n_expert]
     int32_t n_resident = 0;
+    bool    has_run    = false;     // a step has reached the layer since loading
     residency_policy policy;
     routing_stats    stats;
 };

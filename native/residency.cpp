@@ -59,10 +59,9 @@ void expert_store::release(context_lease & lease) {
         lease.slots.clear();
     }
     if (!lease.homes.empty()) {
-        for (int32_t expert : lease.homes) {
-            for (auto & stack : layer->stacks) {
-                stack->memory->drop_home(expert);
-            }
+        // All of them: a fault maps neighbours too. Another context that reads here takes its faults again.
+        for (auto & stack : layer->stacks) {
+            stack->memory->drop_homes();
         }
         lease.homes.clear();
     }
@@ -152,6 +151,13 @@ void expert_store::acquire(layer_state & layer, context_lease & lease, const cha
     release(lease);
 
     std::lock_guard<std::mutex> lock(layer.mutex);
+    if (!layer.has_run) {
+        // loading the other weights has read ahead into the experts between them
+        for (auto & stack : layer.stacks) {
+            stack->memory->drop_homes();
+        }
+        layer.has_run = true;
+    }
     lease.layer = &layer;
     lease.uses.assign(layer.file.n_expert, 0);
     lease.distinct.clear();

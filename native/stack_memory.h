@@ -33,8 +33,8 @@ public:
 
     // Starts or completes reading the home of `expert` into the page cache, ahead of its use in place.
     virtual void prefetch_home(int32_t expert) = 0;
-    // Gives the memory behind the home of `expert` back. Always safe: the next access reads the file again.
-    virtual void drop_home(int32_t expert) = 0;
+    // Gives the memory behind all homes back. Always safe: the next access reads the file again.
+    virtual void drop_homes() = 0;
 };
 
 // Least home_slot of a stack: leaves two pages between fast slots and homes, so that they never share a page.

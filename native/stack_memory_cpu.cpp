@@ -72,13 +72,13 @@ public:
         madvise(begin, size, MADV_POPULATE_READ);
     }
 
-    void drop_home(int32_t expert) override {
-        // Pages shared with the neighbours are dropped too: they are read again if somebody needs them.
-        char * begin = page_floor(home(expert));
-        const size_t size = page_ceil(home(expert) + layout.stride) - begin;
+    // All at once, not expert by expert: a fault also maps neighbours that happen to be in the page cache, and the cache
+    // keeps what it can only drop in part (large folios).
+    void drop_homes() override {
+        char * begin = page_floor(home(0));
+        const size_t size = page_ceil(home(layout.n_expert)) - begin;
         madvise(begin, size, MADV_DONTNEED);
-        const size_t file_begin = (layout.home_offset + (size_t) expert * layout.stride) / page * page;
-        posix_fadvise(layout.home_fd, (off_t) file_begin, (off_t) size, POSIX_FADV_DONTNEED);
+        posix_fadvise(layout.home_fd, (off_t) (layout.home_offset / page * page), (off_t) size, POSIX_FADV_DONTNEED);
     }
 
 private:

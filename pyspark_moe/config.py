@@ -12,10 +12,13 @@ MODES = ("auto", "on", "off")
 POLICIES = ("frequency", "static", "chaos")
 
 
+_MAX_GIB = 2**33  # 2^63 bytes; beyond it nothing can be meant, and arithmetic overflows
+
+
 def _check_gib(flag: str, value: float | None) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value > _MAX_GIB:
         raise ConfigError(f"{flag} is {value!r}: give a memory size in GiB, for example {flag} 8.")
     if value <= 0:
         raise ConfigError(f"{flag} is {value:g}: a memory budget must be greater than 0 GiB; leave the flag out for the automatic choice.")

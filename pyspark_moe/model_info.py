@@ -112,10 +112,10 @@ def _expert_layers(headers: list[GgufHeader]) -> tuple[ExpertLayer, ...]:
 def read_model_info(path: str | Path) -> ModelInfo:
     """Reads the headers of a model and of all its shards. Raises ModelNotFoundError, ModelFileError."""
     first = read_gguf_header(path)
+    shards = _shard_paths(first)  # first: only the first part names the architecture
     architecture = first.metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ModelFileError(f"'{path}' does not name its architecture (general.architecture): it is not a language model.")
-    shards = _shard_paths(first)
     headers = [first] + [read_gguf_header(shard) for shard in shards[1:]]
     layers = _expert_layers(headers)
     embedding = next((t for h in headers for t in h.tensors if t.name == "token_embd.weight"), None)

@@ -58,12 +58,12 @@ static void dropped_homes_come_back() {
     auto memory = make_stack_memory_cpu({ stride, 20, 0, home, fd, 480 }, false);
     for (int32_t e : { 0, 7, 19 }) {
         memory->prefetch_home(e);
-        memory->drop_home(e);
+        memory->drop_homes();
         const char * at = memory->base() + (size_t) (home + e) * stride;
         bool same = true;
         for (size_t i = 0; i < stride; i++) { same = same && at[i] == pattern(480 + e * stride + i); }
         CHECK(same);
-        memory->drop_home(e);
+        memory->drop_homes();
         CHECK(at[stride / 2] == pattern(480 + e * stride + stride / 2));
     }
     close(fd);
