@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +10,7 @@ import click
 
 from .. import __version__, demo_model, draft, errors
 from .._native import build_info
+from ..command import run_command
 from ..config import POLICIES, SparkConfig
 from ..decision import check_budgets, decide
 from ..memory import read_machine_memory
@@ -206,18 +206,7 @@ def child_args(config: SparkConfig) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the `dflash_server` script."""
-    try:
-        code = command.main(args=list(argv) if argv is not None else None, prog_name="dflash_server", standalone_mode=False)
-    except click.ClickException as e:
-        e.show()
-        code = e.exit_code
-    except errors.SparkError as e:
-        print(f"dflash_server: error: {e}", file=sys.stderr)
-        code = 1
-    except click.Abort:
-        code = 130
-    sys.stdout.flush()
-    sys.exit(code if isinstance(code, int) else 0)
+    run_command(command, "dflash_server", argv)
 
 
 if __name__ == "__main__":

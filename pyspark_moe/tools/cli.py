@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import NoReturn
 
 import click
 
-from .. import __version__, errors
+from .. import __version__
+from ..command import run_command
 from .doctor import doctor
 from .plan import plan
 
@@ -24,17 +24,7 @@ command.add_command(plan)
 
 def main() -> NoReturn:
     """Entry point of the `pyspark-moe` script."""
-    try:
-        code = command.main(prog_name="pyspark-moe", standalone_mode=False)
-    except click.ClickException as e:
-        e.show()
-        code = e.exit_code
-    except errors.SparkError as e:
-        print(f"pyspark-moe: error: {e}", file=sys.stderr)
-        code = 1
-    except click.Abort:
-        code = 130
-    sys.exit(code if isinstance(code, int) else 0)
+    run_command(command, "pyspark-moe")
 
 
 if __name__ == "__main__":
