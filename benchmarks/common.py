@@ -59,11 +59,23 @@ class Paired:
         }
 
 
-def run_paired(arms: Mapping[str, Callable[[], Metrics]], rounds: int, *, warmup: int = 1, pause_s: float = 0.0) -> Paired:
+def run_paired(
+    arms: Mapping[str, Callable[[], Metrics]],
+    rounds: int,
+    *,
+    warmup: int = 1,
+    pause_s: float = 0.0,
+    stop: Callable[[], bool] = lambda: False,
+    into: Paired | None = None,
+) -> Paired:
     """Runs `rounds` rounds after `warmup` that are thrown away. The order within a round alternates, so that no arm always
-    comes first."""
-    result = Paired(tuple(arms))
+    comes first. stop: asked before every round, true ends them early. into: collects here, so that a round that fails
+    loses itself only."""
+    result = Paired(tuple(arms)) if into is None else into
     for number in range(-warmup, rounds):
+        if stop():
+            progress(f"stopped before round {number + 1} of {rounds}")
+            break
         names = list(arms) if number % 2 == 0 else list(reversed(arms))
         measured = {}
         for name in names:
@@ -91,7 +103,11 @@ def progress(text: str) -> None:
 # ---- where and what
 
 def _command(*args: str) -> str:
-    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True)
+    """What a command prints; "" when it fails or is not installed."""
+    try:
+        done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
@@ -110,21 +126,46 @@ def _cpu() -> dict[str, Any]:
     return {"name": name.group(1).strip() if name else platform.processor(), "cores": os.cpu_count(), "flags": [f for f in wanted if f in have]}
 
 
+def parse_gpus(text: str) -> list[dict[str, Any]]:
+    """What `nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max` says, a GPU a line."""
+    gpus = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 5:
+            name, driver, mib, *link = fields
+            generation, width = (int(value) if value.isdigit() else None for value in link)
+            gpus.append({"name": name, "driver": driver, "memory_gib": round(int(mib) / 1024, 1) if mib.isdigit() else None,
+                         "pcie_generation": generation, "pcie_width": width})  # fmt: skip
+    return gpus
+
+
+def _gpus() -> list[dict[str, Any]]:
+    query = "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"
+    return parse_gpus(_command("nvidia-smi", query, "--format=csv,noheader,nounits"))
+
+
 def machine() -> dict[str, Any]:
-    """The properties that make two results comparable."""
+    """The properties that make two results comparable; "gpus" only where there are some."""
+    gpus = _gpus()
     memory = re.search(r"^MemTotal:\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
     return {
         "cpu": _cpu(),
         "memory_gib": round(int(memory.group(1)) / 2**20, 1) if memory else None,
         "kernel": platform.release(),
         "system": platform.system(),
+        **({"gpus": gpus} if gpus else {}),
     }
 
 
 def machine_slug(facts: Mapping[str, Any]) -> str:
     """Folder name for a machine's results."""
-    cpu = re.sub(r"[^a-z0-9]+", "-", str(facts["cpu"]["name"]).lower()).strip("-")
-    return f"{cpu}-{facts['cpu']['cores']}c-{round(facts['memory_gib'])}g"
+
+    def words(text: str) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+    slug = f"{words(str(facts['cpu']['name']))}-{facts['cpu']['cores']}c-{round(facts['memory_gib'])}g"
+    gpus = facts.get("gpus", [])
+    return slug + (f"-{len(gpus)}x-{words(gpus[0]['name'])}" if gpus else "")
 
 
 def load_average() -> float:
@@ -132,18 +173,32 @@ def load_average() -> float:
     return os.getloadavg()[0]
 
 
-def save(name: str, *, method: str, settings: Mapping[str, Any], results: Mapping[str, Any], rounds: Mapping[str, Paired], load_before: float) -> Path:
-    """Writes results/<machine>/<date>-<commit>-<name>.json. settings: everything that must be equal for a comparison."""
+def save(
+    name: str,
+    *,
+    method: str,
+    settings: Mapping[str, Any],
+    results: Mapping[str, Any],
+    rounds: Mapping[str, Paired],
+    load_before: float,
+    folder: Path | None = None,
+    commit_text: str | None = None,
+    started: datetime.datetime | None = None,
+) -> Path:
+    """Writes results/<machine>/<date>-<commit>-<name>.json, or the same below `folder`. settings: everything that must be
+    equal for a comparison. commit_text: for a copy of the checkout without git. started: what the file name says; a second
+    save with the same one replaces the first."""
     facts = machine()
     now = datetime.datetime.now(datetime.timezone.utc)
-    folder = RESULTS / machine_slug(facts)
+    version = commit_text or commit()
+    folder = folder or RESULTS / machine_slug(facts)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{now:%Y%m%d-%H%M%S}-{commit()}-{name}.json"
+    path = folder / re.sub(r"[^\w.-]", "-", f"{started or now:%Y%m%d-%H%M%S}-{version}-{name}.json")
     value = {
         "benchmark": name,
         "method": method,
         "time": now.isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": version,
         "command": " ".join(["python", *[_relative(arg) for arg in sys.argv]]),
         "machine": facts,
         "load_average": {"before": load_before, "after": load_average()},
@@ -151,8 +206,10 @@ def save(name: str, *, method: str, settings: Mapping[str, Any], results: Mappin
         "results": results,
         "rounds": {key: paired.rounds for key, paired in rounds.items()},
     }
-    path.write_text(json.dumps(value, indent=1) + "\n")
-    progress(f"wrote {path.relative_to(ROOT)}")
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(value, indent=1) + "\n")
+    unfinished.replace(path)
+    progress(f"wrote {_relative(path.resolve())}")
     return path
 
 
@@ -164,5 +221,5 @@ def _relative(value: Any) -> Any:
         return value
     path = Path(str(value))
     if not path.is_absolute():
-        return str(value)
+        return str(value).replace(f"{ROOT}/", "")
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name

@@ -37,12 +37,15 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """One request. Seconds since it was sent; tokens; llama-server's own decode rate."""
+    """One request. Seconds since it was sent; tokens; llama-server's own rates of decoding and of the prompt; the text."""
 
     first_s: float
     total_s: float
     n_tokens: int
     decode_per_s: float
+    n_prompt: int = 0
+    prompt_per_s: float = 0.0
+    text: str = ""
 
 
 class Server:
@@ -78,10 +81,14 @@ class Server:
             time.sleep(0.1)
         raise Failed(f"the server was not ready after {timeout_s:g} s:\n{self.log_tail()}")
 
-    def complete(self, prompt: str, n: int, *, timeout_s: float = 3600) -> Answer:
-        """Greedy decoding of exactly n tokens, streamed. After the first event, whose arrival is the time to first token, the
-        client looks every 2 ms only: a read for every token would take processor time from the server."""
-        body = json.dumps({"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "stream": True}).encode()
+    def complete(
+        self, prompt: str | Sequence[int], n: int, *, timeout_s: float = 3600, watch: Callable[[], None] | None = None, every: int = 0
+    ) -> Answer:
+        """Greedy decoding of exactly n tokens after a text or token ids, streamed. After the first event, whose arrival is the
+        time to first token, the client looks every 2 ms only: a read for every token would take processor time from the
+        server. watch: called after the first event and, unless `every` is 0, after about `every` more, and so on."""
+        what = prompt if isinstance(prompt, str) else list(prompt)
+        body = json.dumps({"prompt": what, "n_predict": n, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "stream": True}).encode()
         head = f"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self.port), timeout=timeout_s) as connection:
             begin = time.perf_counter()
@@ -90,15 +97,25 @@ class Server:
             while b"data: " not in received:
                 self._receive(connection, received)
             first = time.perf_counter() - begin
+            if watch:
+                watch()
+            next_event = 1 + every
             while not received.endswith(b"0\r\n\r\n"):
                 time.sleep(0.002)
                 self._receive(connection, received)
+                if watch and every and received.count(b"data: ") >= next_event:
+                    watch()
+                    next_event = received.count(b"data: ") + every
             total = time.perf_counter() - begin
         if not received.startswith(b"HTTP/1.1 200 "):
             raise Failed(f"the server answered {bytes(received[:400])!r}\n{self.log_tail()}")
-        (last,) = re.findall(rb"data: (\{[^\n]*\"timings\"[^\n]*\})", received)[-1:]
-        timings = json.loads(last)["timings"]
-        return Answer(first, total, timings["predicted_n"], timings["predicted_per_second"])
+        events = [json.loads(event) for event in re.findall(rb"data: (\{[^\n]*\})", received)]
+        if not events or "timings" not in events[-1]:
+            raise Failed(f"the server's answer ended early: {bytes(received[-400:])!r}\n{self.log_tail()}")
+        timings = events[-1]["timings"]
+        text = "".join(event.get("content", "") for event in events)
+        rates = [timings[key] or 0.0 for key in ("predicted_per_second", "prompt_per_second")]
+        return Answer(first, total, timings["predicted_n"], rates[0], timings["prompt_n"], rates[1], text)
 
     def _receive(self, connection: socket.socket, received: bytearray) -> None:
         data = connection.recv(1 << 20)
@@ -147,6 +164,16 @@ class Server:
         response = connection.getresponse()
         body = response.read()
         return json.loads(body) if response.status == 200 else None
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", "/tokenize", json.dumps({"content": text}), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        body = response.read()
+        if response.status != 200:
+            raise Failed(f"the server answered {body[:400]!r} to /tokenize")
+        return json.loads(body)["tokens"]
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -35,8 +35,10 @@ add_subdirectory("${SPARK_UPSTREAM_DIR}" "${CMAKE_BINARY_DIR}/llama.cpp" EXCLUDE
 set_target_properties(llama PROPERTIES UNITY_BUILD_RELOCATABLE ON)
 if(NOT SPARK_STOCK)
     # The patched files include the headers of our hooks.
-    foreach(library llama server-context llama-server-impl)
-        target_include_directories(${library} PRIVATE "${CMAKE_SOURCE_DIR}/native")
+    foreach(library llama ggml-cuda server-context llama-server-impl)
+        if(TARGET ${library})
+            target_include_directories(${library} PRIVATE "${CMAKE_SOURCE_DIR}/native")
+        endif()
     endforeach()
 endif()
 include(webui)

@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -31,9 +32,13 @@ struct buffer {
     size_t size     = 0;
 
     ~buffer() {
-        if (base)     { munmap(base, size); }
+        if (base) {
+            device() ? device()->unreserve(base, size) : (void) munmap(base, size);
+        }
         if (attached) { store->detach(); }
     }
+
+    device_residency * device() const { return store->device.get(); }
 };
 
 buffer * get_buffer(ggml_backend_buffer_t b) { return (buffer *) b->context; }
@@ -50,6 +55,15 @@ ggml_status init_other_tensor(const buffer & buf, ggml_tensor * tensor) {
     const size_t page  = sysconf(_SC_PAGESIZE);
     const size_t begin = ((char *) tensor->data - (char *) buf.base) / page * page;
     const size_t end   = (char *) tensor->data + ggml_nbytes(tensor) - (char *) buf.base;
+    if (buf.device()) {
+        // up to the padding that matrix kernels read
+        const size_t size = ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(buf.device()->backend_device()), tensor);
+        if (guard([&] { buf.device()->use(buf.base, begin, begin + std::max(size, end - begin)); }) == SPARK_STATUS_OK) {
+            return GGML_STATUS_SUCCESS;
+        }
+        log(log_level::error, "cannot allocate %zu bytes for tensor '%s': %s", size, tensor->name, last_error());
+        return GGML_STATUS_ALLOC_FAILED;
+    }
     if (mprotect((char *) buf.base + begin, end - begin, PROT_READ | PROT_WRITE) != 0) {
         log(log_level::error, "cannot allocate %zu bytes for tensor '%s': %s", end - begin, tensor->name, strerror(errno));
         return GGML_STATUS_ALLOC_FAILED;
@@ -83,23 +97,44 @@ ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor * tensor) {
     return GGML_STATUS_SUCCESS;
 }
 
+// Copies that a device refuses leave it in a state nothing can go on from; ggml's own buffers abort there too.
+void require_ok(int32_t status) {
+    if (status != SPARK_STATUS_OK) {
+        GGML_ABORT("spark: %s", last_error());
+    }
+}
+
 void buffer_memset_tensor(ggml_backend_buffer_t b, ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
-    (void) b;
-    if (!(tensor->flags & GGML_TENSOR_FLAG_EXPERT_STACK)) {
+    device_residency * device = get_buffer(b)->device();
+    if (tensor->flags & GGML_TENSOR_FLAG_EXPERT_STACK) {
+        return;
+    }
+    if (device) {
+        require_ok(guard([&] { device->set((char *) tensor->data + offset, value, size); }));
+    } else {
         memset((char *) tensor->data + offset, value, size);
     }
 }
 
 void buffer_set_tensor(ggml_backend_buffer_t b, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
-    (void) b;
-    if (!(tensor->flags & GGML_TENSOR_FLAG_EXPERT_STACK)) { // experts come from the file, and their homes are read-only
+    device_residency * device = get_buffer(b)->device();
+    if (tensor->flags & GGML_TENSOR_FLAG_EXPERT_STACK) {
+        return; // experts come from the file
+    }
+    if (device) {
+        require_ok(guard([&] { device->copy((char *) tensor->data + offset, data, size); }));
+    } else {
         memcpy((char *) tensor->data + offset, data, size);
     }
 }
 
 void buffer_get_tensor(ggml_backend_buffer_t b, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
-    (void) b;
-    memcpy(data, (const char *) tensor->data + offset, size);
+    device_residency * device = get_buffer(b)->device();
+    if (device) {
+        require_ok(guard([&] { device->copy(data, (const char *) tensor->data + offset, size); }));
+    } else {
+        memcpy(data, (const char *) tensor->data + offset, size);
+    }
 }
 
 void buffer_clear(ggml_backend_buffer_t b, uint8_t value) {
@@ -122,7 +157,7 @@ const ggml_backend_buffer_i buffer_interface = {
 
 const char * type_get_name(ggml_backend_buffer_type_t type) {
     (void) type;
-    return "SPARK_EXPERTS";
+    return SPARK_EXPERT_BUFFER_NAME;
 }
 
 size_t type_get_alignment(ggml_backend_buffer_type_t type) {
@@ -135,6 +170,11 @@ bool type_is_host(ggml_backend_buffer_type_t type) {
     return true;
 }
 
+bool type_is_not_host(ggml_backend_buffer_type_t type) {
+    (void) type;
+    return false;
+}
+
 ggml_backend_buffer_t type_alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
     auto buf = std::make_unique<buffer>();
     buf->store = ((buffer_type *) type->context)->store.lock();
@@ -144,6 +184,14 @@ ggml_backend_buffer_t type_alloc_buffer(ggml_backend_buffer_type_t type, size_t 
     }
     const int32_t status = guard([&] {
         buf->size = size > 0 ? size : 1;
+        if (buf->device()) {
+            if (size > 0) {
+                buf->store->attach();
+                buf->attached = true;
+                buf->base = buf->device()->reserve(buf->size);
+            }
+            return;
+        }
         buf->base = mmap(nullptr, buf->size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (buf->base == MAP_FAILED) {
             buf->base = nullptr;
@@ -172,9 +220,9 @@ const llama_model_tensor_buft_override * make_overrides(const std::shared_ptr<ex
         /* .get_alignment    = */ type_get_alignment,
         /* .get_max_size     = */ nullptr,
         /* .get_alloc_size   = */ nullptr,
-        /* .is_host          = */ type_is_host,
+        /* .is_host          = */ store->device ? type_is_not_host : type_is_host,
     };
-    type->type.device  = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    type->type.device  = store->device ? store->device->backend_device() : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     type->type.context = type;
     type->overrides[0] = { "\\.ffn_(gate|up|down|gate_up)_exps\\.weight$", &type->type };
     type->overrides[1] = { nullptr, nullptr };

@@ -4,7 +4,6 @@
 #include "buffer_type.h"
 #include "expert_store.h"
 #include "status.h"
-#include "swap_engine.h"
 
 #include <algorithm>
 
@@ -55,6 +54,7 @@ size_t spark_sizeof(int32_t which) {
         case SPARK_STRUCT_STATS:            return sizeof(spark_stats);
         case SPARK_STRUCT_SERVER_MODEL:     return sizeof(spark_server_model);
         case SPARK_STRUCT_SERVER_CALLBACKS: return sizeof(spark_server_callbacks);
+        case SPARK_STRUCT_DEVICE_INFO:      return sizeof(spark_device_info);
         default:                            return 0;
     }
 }
@@ -74,6 +74,7 @@ int32_t spark_store_init(const spark_store_params * params, spark_store ** out) 
         options.path      = params->model_path;
         options.direct_io = params->direct_io;
         options.lock_fast = params->lock_fast;
+        options.device    = params->device ? params->device : "";
         if (params->n_io_threads > 0) {
             options.n_io_threads = params->n_io_threads;
         }
@@ -107,6 +108,34 @@ int32_t spark_store_set_plan(spark_store * store, const spark_plan * plan) {
     });
 }
 
+int32_t spark_store_place(spark_store * store, const spark_plan * plan, int64_t staging_bytes) {
+    return spark::guard([&] {
+        require(store && plan, "store or plan is NULL");
+        store->core->staging_bytes = staging_bytes;
+        store->core->place(*plan);
+    });
+}
+
+const char * spark_store_get_device(const spark_store * store) {
+    return store ? store->core->options.device.c_str() : "";
+}
+
+int32_t spark_device_get_info(int32_t index, spark_device_info * out) {
+    return spark::guard([&] {
+        require(out, "out is NULL");
+        *out = spark::read_device_info(index);
+    });
+}
+
+int32_t spark_device_get_memory(const char * device, uint64_t * free_bytes, uint64_t * total_bytes) {
+    return spark::guard([&] {
+        require(device && free_bytes && total_bytes, "device or an out is NULL");
+        const spark::device_memory memory = spark::read_device_memory(device);
+        *free_bytes  = memory.free;
+        *total_bytes = memory.total;
+    });
+}
+
 const void * spark_store_get_overrides(spark_store * store) {
     return store ? store->overrides : nullptr;
 }
@@ -118,6 +147,7 @@ bool spark_store_is_loaded(const spark_store * store) {
 int32_t spark_store_get_stats(const spark_store * store, spark_stats * out) {
     return spark::guard([&] {
         require(store && out, "store or out is NULL");
+        store->core->update_stats();
         spark_stats total = {};
         total.layer = -1;
         for (size_t i = 0; i < store->core->layers.size(); i++) {
@@ -133,10 +163,16 @@ int32_t spark_store_get_stats(const spark_store * store, spark_stats * out) {
             total.misses_home  += s.misses_home;
             total.bytes_read   += s.bytes_read;
             total.bytes_home   += s.bytes_home;
+            total.bytes_ahead  += s.bytes_ahead;
+            total.reads_home   += s.reads_home;
+            total.reads_ahead  += s.reads_ahead;
             total.promotions   += s.promotions;
             total.evictions    += s.evictions;
             total.read_ns      += s.read_ns;
         }
+        const auto steps = store->core->step_counts();
+        total.steps          = steps.steps;
+        total.steps_replayed = steps.replayed;
         *out = total;
     });
 }
@@ -145,6 +181,7 @@ int32_t spark_store_get_layer_stats(const spark_store * store, int32_t index, sp
     return spark::guard([&] {
         layer_at(store, index);
         require(out, "out is NULL");
+        store->core->update_stats();
         *out = store->core->layer_stats(index);
     });
 }
@@ -165,6 +202,7 @@ int32_t spark_store_get_counts(const spark_store * store, int32_t index, uint64_
     return spark::guard([&] {
         const spark::layer_state & layer = layer_at(store, index);
         require_n_expert(layer, counts, n_expert);
+        store->core->update_stats();
         std::lock_guard<std::mutex> lock(layer.mutex);
         std::copy(layer.stats.uses.begin(), layer.stats.uses.end(), counts);
     });
@@ -173,6 +211,7 @@ int32_t spark_store_get_counts(const spark_store * store, int32_t index, uint64_
 int32_t spark_store_reset_stats(spark_store * store) {
     return spark::guard([&] {
         require(store, "store is NULL");
+        store->core->update_stats();
         for (auto & layer : store->core->layers) {
             std::lock_guard<std::mutex> lock(layer->mutex);
             layer->stats.reset();
@@ -183,8 +222,7 @@ int32_t spark_store_reset_stats(spark_store * store) {
 int32_t spark_store_wait_idle(spark_store * store, int32_t timeout_ms) {
     return spark::guard([&] {
         require(store, "store is NULL");
-        const std::shared_ptr<spark::swap_engine> engine = store->core->swaps();
-        if (engine && !engine->wait_idle(timeout_ms)) {
+        if (!store->core->wait_idle(timeout_ms)) {
             throw error(SPARK_STATUS_BAD_STATE, format("the swap engine is still busy after %d ms", timeout_ms));
         }
     });

@@ -44,6 +44,9 @@ int read_buffered(const model_file::shard & shard, const read_job & job) {
         if (n == 0) { return -1; }
         done += (size_t) n;
     }
+    if (job.through_cache) {
+        return 0;
+    }
     // what is in a slot need not be in the page cache as well
     posix_fadvise(shard.fd, (off_t) job.offset, (off_t) job.size, POSIX_FADV_DONTNEED);
     return 0;
@@ -105,7 +108,7 @@ int read_direct(const model_file::shard & shard, const read_job & job) {
 
 int read_expert(const model_file & file, const read_job & job) {
     const model_file::shard & shard = file.shards[job.shard];
-    if (shard.fd_direct >= 0) {
+    if (shard.fd_direct >= 0 && !job.through_cache) {
         const int e = read_direct(shard, job);
         if (e == 0) {
             return 0;

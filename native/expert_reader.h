@@ -21,6 +21,7 @@ struct read_job {
     size_t  offset; // in the shard, bytes
     size_t  size;   // bytes
     char *  dst;
+    bool    through_cache = false; // through the page cache, and left there
     int     error = 0; // errno of a failed read, or -1 for an unexpected end of the file; set by expert_reader
 };
 

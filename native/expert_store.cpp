@@ -20,11 +20,21 @@ expert_store::expert_store(const store_options & options)
         for (int32_t e = 0; e < described.n_expert; e++) {
             layer->initial[e] = e;
         }
-        for (const expert_tensor & tensor : described.tensors) {
-            layer->home_slot = std::max(layer->home_slot, stack_home_slot(tensor.stride, described.n_expert));
-        }
         n_tensors += described.tensors.size();
         layers.push_back(std::move(layer));
+    }
+    for (size_t i = 0; i < layers.size(); i++) {
+        // multi-token prediction runs its blocks one by one, after and apart from the model's
+        const bool is_last = i + 1 == layers.size() || layers[i + 1]->file.is_prediction;
+        layers[i]->ends_graph = is_last || layers[i]->file.is_prediction;
+    }
+    if (!options.device.empty()) {
+        device = make_device_residency(*this, options.device);
+    }
+    for (auto & layer : layers) {
+        for (const expert_tensor & tensor : layer->file.tensors) {
+            layer->home_slot = std::max(layer->home_slot, stack_home_slot(tensor.stride, tensor.n_expert, device ? device->page_size() : 0));
+        }
     }
 
     const ggml_init_params params = { /*.mem_size =*/ n_tensors * ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true };
@@ -38,10 +48,11 @@ expert_store::expert_store(const store_options & options)
             stack->store      = this;
             stack->layer      = layer.get();
             stack->tensor     = &tensor;
-            stack->ends_graph = layer == layers.back() && tensor.is_down;
+            stack->ends_graph = layer->ends_graph && tensor.is_down;
             // The number of slots is the same at every residency, so that nothing in a backend can depend on it.
             stack->hook.stack = ggml_new_tensor_3d(stack_tensors, tensor.type, tensor.ne0, tensor.ne1, layer->home_slot + tensor.n_expert);
             stack->hook.layer = layer.get();
+            layer->is_quantized &= ggml_is_quantized(tensor.type);
             ggml_set_name(stack->hook.stack, tensor.name.c_str());
             layer->stacks.push_back(std::move(stack));
         }
@@ -57,6 +68,30 @@ void expert_store::set_plan(const spark_plan & plan) {
     if (n_users > 0) {
         throw error(SPARK_STATUS_BAD_STATE, "the plan cannot change while a model is loaded; free the model first");
     }
+    apply(plan);
+}
+
+void expert_store::place(const spark_plan & plan) {
+    std::lock_guard<std::mutex> lock(users_mutex);
+    if (n_users == 0 || !device) {
+        throw error(SPARK_STATUS_BAD_STATE, "experts are placed anew only while a model is loaded, and only on a device");
+    }
+    const bool is_fixed = std::any_of(layers.begin(), layers.end(), [](const auto & l) { return l->is_unrouted; });
+    if (is_fixed) {
+        throw error(SPARK_STATUS_BAD_STATE, "the model was loaded with every expert resident, and its graphs rely on that; load it again");
+    }
+    device->pause(); // the swap engine reads what a plan changes
+    try {
+        apply(plan);
+    } catch (...) {
+        device->resume();
+        throw;
+    }
+    device->place();
+}
+
+// Checks the plan first, so that a bad one changes nothing.
+void expert_store::apply(const spark_plan & plan) {
     if (plan.policy < SPARK_POLICY_FREQUENCY || plan.policy > SPARK_POLICY_CHAOS) {
         throw error(SPARK_STATUS_INVALID_ARGUMENT, format("unknown policy %d", plan.policy));
     }
@@ -128,7 +163,69 @@ bool expert_store::is_loaded() const {
     return n_users > 0;
 }
 
+// Homes are in pinned RAM and hold every expert; they come from the file once, the fast slots from them.
+void expert_store::load_device() {
+    size_t n_total = 0, n_done = 0, n_shown = 0;
+    // ggml fuses products where its allocator happens to allow it, which more nodes can change. For quantised experts both ways
+    // compute the same; for others they round differently, so their graphs have the same nodes at every residency.
+    const bool is_unrouted = policy != SPARK_POLICY_CHAOS &&
+        std::all_of(layers.begin(), layers.end(), [](const auto & l) { return l->n_fast == l->file.n_expert && l->is_quantized; });
+    for (auto & layer : layers) {
+        for (auto & stack : layer->stacks) {
+            const expert_tensor & t = *stack->tensor;
+            stack->memory = device->make_stack({ t.stride, t.n_expert, layer->n_fast, layer->home_slot, file.shards[t.shard].fd, t.offset });
+            ggml_tensor & tensor = *stack->hook.stack;
+            tensor.data  = stack->memory->base();
+            // read through expert ids it looks like the model's own tensor, which fused products with biases compare it with
+            tensor.ne[2] = is_unrouted ? t.n_expert : stack->memory->n_slots();
+            tensor.nb[3] = tensor.nb[2] * tensor.ne[2];
+        }
+        n_total += layer->file.expert_bytes * layer->file.n_expert;
+        std::lock_guard<std::mutex> lock(layer->mutex);
+        layer->slot_of.assign(layer->file.n_expert, -1);
+        layer->policy      = residency_policy(layer->file.n_expert);
+        layer->is_unrouted = is_unrouted;
+        layer->stats.reset();
+    }
+    for (auto & layer : layers) {
+        std::vector<read_job> jobs;
+        for (int32_t e = 0; e < layer->file.n_expert; e++) {
+            add_jobs(*layer, e, layer->home_slot + e, jobs);
+        }
+        for (read_job & job : jobs) {
+            job.through_cache = true; // memory of the driver takes no direct reads, and the next start finds the file in the cache
+        }
+        reader.read(jobs);
+        check_jobs(*layer, jobs);
+        n_done += layer->file.expert_bytes * layer->file.n_expert;
+        if (n_total > ((size_t) 1 << 30) && (n_done - n_shown) * 10 >= n_total) {
+            log(log_level::info, "loading experts: %3zu %%", n_done * 100 / n_total);
+            n_shown = n_done;
+        }
+    }
+    device->start();
+    device->place();
+}
+
+void expert_store::check_jobs(const layer_state & layer, const std::vector<read_job> & jobs) const {
+    for (const read_job & job : jobs) {
+        if (job.error != 0) {
+            throw error(SPARK_STATUS_IO, format("cannot read experts of block %d from '%s': %s", layer.file.layer,
+                file.shards[job.shard].path.c_str(), job.error < 0 ? "unexpected end of the file" : strerror(job.error)));
+        }
+    }
+}
+
 void expert_store::load() {
+    if (device) {
+        try {
+            load_device();
+        } catch (...) {
+            unload();
+            throw;
+        }
+        return;
+    }
     size_t fast_bytes = 0;
     size_t n_initial  = 0;
     bool   may_change = false;
@@ -164,12 +261,7 @@ void expert_store::load() {
                 add_jobs(*layer, layer->initial[i], (int32_t) i, jobs);
             }
             reader.read(jobs);
-            for (const read_job & job : jobs) {
-                if (job.error != 0) {
-                    throw error(SPARK_STATUS_IO, format("cannot read experts of block %d from '%s': %s", layer->file.layer,
-                        file.shards[job.shard].path.c_str(), job.error < 0 ? "unexpected end of the file" : strerror(job.error)));
-                }
-            }
+            check_jobs(*layer, jobs);
             std::lock_guard<std::mutex> lock(layer->mutex);
             for (size_t i = 0; i < layer->initial.size(); i++) {
                 enter_slot(*layer, layer->initial[i], (int32_t) i);
@@ -193,6 +285,9 @@ void expert_store::unload() {
     if (engine) {
         engine->stop(); // before the slots it may be filling go away
         engine.reset();
+    }
+    if (device) {
+        device->stop();
     }
     {
         // the contexts of this model are gone, and with them what their last, perhaps aborted, graph held
@@ -234,6 +329,46 @@ route_site * expert_store::site_for(layer_state & layer, const void * context) {
     route_site & site = state->sites[layer.index];
     site = { this, &layer, &state->lease };
     return &site;
+}
+
+device_site * expert_store::device_site_for(layer_state & layer, const void * context) {
+    std::lock_guard<std::mutex> lock(contexts_mutex);
+    std::unique_ptr<context_state> & state = contexts[context];
+    if (!state) {
+        state = std::make_unique<context_state>();
+        state->number = (int32_t) contexts.size() - 1;
+        state->device_sites.resize(layers.size());
+    }
+    device_site & site = state->device_sites[layer.index];
+    if (!site.device) {
+        state->first_layer = std::min(state->first_layer, layer.index);
+        const size_t next = (size_t) layer.index + 1;
+        if (!layer.ends_graph && next < layers.size()) {
+            site.next = &state->device_sites[next];
+        }
+        device->init_site(site, layer, state->number, layer.index == state->first_layer || layer.file.is_prediction);
+    }
+    return &site;
+}
+
+void expert_store::update_stats() const {
+    std::lock_guard<std::mutex> lock(users_mutex);
+    if (device && n_users > 0) {
+        device->update_stats();
+    }
+}
+
+device_residency::step_counts expert_store::step_counts() const {
+    std::lock_guard<std::mutex> lock(users_mutex);
+    return device && n_users > 0 ? device->read_steps() : device_residency::step_counts();
+}
+
+bool expert_store::wait_idle(int32_t timeout_ms) const {
+    if (device) {
+        return !is_loaded() || device->wait_idle(timeout_ms);
+    }
+    const std::shared_ptr<swap_engine> swaps_now = swaps();
+    return !swaps_now || swaps_now->wait_idle(timeout_ms);
 }
 
 spark_stats expert_store::layer_stats(int32_t index) const {

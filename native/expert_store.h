@@ -3,6 +3,7 @@
 // the list of contexts have their own.
 #pragma once
 
+#include "device.h"
 #include "expert_hook.h"
 #include "expert_reader.h"
 #include "model_file.h"
@@ -52,7 +53,7 @@ struct expert_stack {
     expert_store * store = nullptr;
     layer_state  * layer = nullptr;
     const expert_tensor * tensor = nullptr;
-    bool ends_graph = false; // the last expert matrix of the last MoE layer
+    bool ends_graph = false; // the last expert matrix that a graph reads
     std::unique_ptr<stack_memory> memory; // while a model is loaded
 };
 
@@ -64,6 +65,10 @@ struct layer_state {
     const expert_layer & file;
     const int32_t index;       // in expert_store::layers
     int32_t home_slot = 0;     // of expert 0
+    int32_t n_used    = 0;     // experts that a token selects; known once a graph was built
+    bool    ends_graph    = false; // no graph goes on to the next layer
+    bool    is_quantized  = true;  // all matrices
+    bool    is_unrouted   = false; // graphs read the stack through expert ids: every expert is in the slot of its number
     std::vector<std::unique_ptr<expert_stack>> stacks; // one per tensor of the file
 
     // plan
@@ -89,6 +94,7 @@ struct store_options {
     int32_t n_io_threads = 8;
     bool    direct_io    = true;
     bool    lock_fast    = true;
+    std::string device;         // ggml's name of the device whose memory holds the fast slots ("CUDA0"); empty: RAM
 };
 
 class expert_store : public std::enable_shared_from_this<expert_store> {
@@ -103,9 +109,14 @@ public:
     spark_policy policy = SPARK_POLICY_FREQUENCY;
     uint64_t     seed   = 0;
     std::atomic<int32_t> foreground_reads { 0 }; // steps that wait for the disk now
+    int64_t      staging_bytes = -1; // device memory for staging large steps; -1: a share of the fast slots
+    std::unique_ptr<device_residency> device; // or nullptr: fast slots are in RAM
 
     // Plan; throws error INVALID_ARGUMENT or BAD_STATE, and then nothing has changed.
     void set_plan(const spark_plan & plan);
+    // The same while a model is loaded, on a device: fast slots change their number and experts. Throws error
+    // INVALID_ARGUMENT, BAD_STATE (nothing changed), OUT_OF_MEMORY (every expert is read from home then).
+    void place(const spark_plan & plan);
 
     // A buffer of this store's type is allocated / freed. The first allocates the stacks and reads the initial experts,
     // the last gives everything back. Throws error OUT_OF_MEMORY, IO.
@@ -118,6 +129,7 @@ public:
 
     // For graphs; `context` identifies the context that computes.
     route_site * site_for(layer_state & layer, const void * context);
+    device_site * device_site_for(layer_state & layer, const void * context);
 
     // A step of `lease`'s context reaches `layer` with ids [n_used, n_tokens] at byte strides nb0, nb1. Writes the slot of
     // each to out (packed), and holds these slots until the next acquire or release of the same lease.
@@ -135,12 +147,20 @@ public:
     // The swap engine while a model is loaded and experts may move, else nullptr; shared, so that it outlives the caller's use.
     std::shared_ptr<swap_engine> swaps() const;
 
+    // Counters that a device holds become visible in layer_stats.
+    void update_stats() const;
     spark_stats layer_stats(int32_t index) const;
+    device_residency::step_counts step_counts() const;
+    // False when experts still moved after timeout_ms.
+    bool wait_idle(int32_t timeout_ms) const;
 
 private:
     void load();
+    void load_device();
     void unload();
+    void apply(const spark_plan & plan);
     void add_jobs(layer_state & layer, int32_t expert, int32_t slot, std::vector<read_job> & jobs) const;
+    void check_jobs(const layer_state & layer, const std::vector<read_job> & jobs) const;
     void choose_targets(layer_state & layer, context_lease & lease);
     void read_missing(layer_state & layer, context_lease & lease);
     void leave_slot(layer_state & layer, int32_t slot, int32_t next_state);
@@ -148,7 +168,10 @@ private:
 
     struct context_state {
         context_lease lease;
-        std::vector<route_site> sites; // [n_layers]
+        std::vector<route_site>  sites;        // [n_layers], RAM
+        std::vector<device_site> device_sites; // [n_layers], device
+        int32_t number      = 0;               // in order of appearance
+        int32_t first_layer = INT32_MAX;       // the lowest that a graph of this context routes
     };
 
     mutable std::mutex users_mutex;

@@ -97,6 +97,9 @@ model_file::model_file(const std::string & path, bool direct_io) {
         if (layers.empty()) {
             throw error(SPARK_STATUS_NO_EXPERTS, format("'%s' has no routed experts: it is a dense model", path.c_str()));
         }
+        for (expert_layer & layer : layers) {
+            layer.is_prediction = std::find(prediction_blocks.begin(), prediction_blocks.end(), layer.layer) != prediction_blocks.end();
+        }
         std::sort(layers.begin(), layers.end(), [](const expert_layer & a, const expert_layer & b) { return a.layer < b.layer; });
         for (expert_layer & layer : layers) {
             // the matrix that is read last ends the use of a layer's slots
@@ -152,6 +155,10 @@ void model_file::add_tensors(const std::string & path, int32_t shard_index, cons
 
     for (int64_t i = 0; i < gguf_get_n_tensors(gguf); i++) {
         const std::string name = gguf_get_tensor_name(gguf, i);
+        int32_t prediction_block;
+        if (name.find(".nextn.") != std::string::npos && sscanf(name.c_str(), "blk.%d.", &prediction_block) == 1) {
+            prediction_blocks.push_back(prediction_block);
+        }
         std::string kind;
         const int32_t block = expert_layer_of(name, kind);
         if (block < 0) {
@@ -179,7 +186,7 @@ void model_file::add_tensors(const std::string & path, int32_t shard_index, cons
 
         auto it = std::find_if(layers.begin(), layers.end(), [&](const expert_layer & l) { return l.layer == block; });
         if (it == layers.end()) {
-            layers.push_back({ block, tensor.n_expert, 0, {} });
+            layers.push_back({ block, tensor.n_expert, 0, {}, false });
             it = layers.end() - 1;
         }
         if (it->n_expert != tensor.n_expert) {

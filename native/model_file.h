@@ -29,6 +29,7 @@ struct expert_layer {
     int32_t n_expert;
     size_t  expert_bytes; // one expert, over all tensors
     std::vector<expert_tensor> tensors;
+    bool is_prediction = false; // multi-token prediction: a graph of its own runs it, not the model's
 };
 
 class model_file {
@@ -54,6 +55,8 @@ private:
     void open_shard(const std::string & path, bool direct_io);
     void add_tensors(const std::string & path, int32_t shard_index, const gguf_context * gguf, ggml_context * meta);
     void close_all();
+
+    std::vector<int32_t> prediction_blocks; // blocks with tensors of multi-token prediction
 };
 
 } // namespace spark

@@ -19,6 +19,8 @@ public:
     void record(int32_t expert, int64_t n);
     // Hotter is greater; comparable between experts of this layer at any one time.
     double score(int32_t expert) const { return scores[expert]; }
+    // The score of one use now: score / unit compares experts of different layers.
+    double unit() const { return weight; }
 
     // The `n` candidates that should leave first, coldest first; ties: least recently used. Reorders `candidates` and
     // shortens it to at most n.

@@ -18,6 +18,9 @@ struct routing_stats {
     uint64_t misses_home = 0;
     uint64_t bytes_read  = 0;
     uint64_t bytes_home  = 0;
+    uint64_t bytes_ahead = 0;
+    uint64_t reads_home  = 0;
+    uint64_t reads_ahead = 0;
     uint64_t promotions  = 0;
     uint64_t evictions   = 0;
     uint64_t read_ns     = 0;
@@ -32,6 +35,9 @@ struct routing_stats {
         out.misses_home += misses_home;
         out.bytes_read  += bytes_read;
         out.bytes_home  += bytes_home;
+        out.bytes_ahead += bytes_ahead;
+        out.reads_home  += reads_home;
+        out.reads_ahead += reads_ahead;
         out.promotions  += promotions;
         out.evictions   += evictions;
         out.read_ns     += read_ns;

@@ -56,6 +56,7 @@ public:
         model.n_ubatch      = params.n_ubatch;
         model.n_parallel    = params.n_parallel;
         model.n_gpu_layers  = params.n_gpu_layers;
+        model.device        = params.devices.empty() || !params.devices[0] ? "" : ggml_backend_dev_name(params.devices[0]);
         model.use_mmap      = params.load_mode == LLAMA_LOAD_MODE_AUTO || params.load_mode == LLAMA_LOAD_MODE_MMAP || params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK;
         model.use_mlock     = params.load_mode == LLAMA_LOAD_MODE_MLOCK || params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK;
         model.has_overrides = !overrides_of_user.empty() && overrides_of_user.front().pattern != nullptr;
@@ -64,12 +65,21 @@ public:
         if (callbacks.model_loading(callbacks.user, &model, &store) != 0) {
             return false;
         }
+        params.n_ctx = model.n_ctx;
+        is_on_device = spark_store_get_device(store)[0] != '\0';
         if (store) {
             use_store(params, store);
         } else {
             params.tensor_buft_overrides = overrides_of_user;
         }
         return true;
+    }
+
+    bool on_contexts_created(llama_context * context, int n_ubatch) override {
+        if (is_on_device) {
+            warm_up(context, n_ubatch);
+        }
+        return !callbacks.contexts_created || callbacks.contexts_created(callbacks.user) == 0;
     }
 
     void on_model_loaded() override {
@@ -118,8 +128,34 @@ private:
         } else if (params.load_mode != LLAMA_LOAD_MODE_MLOCK && params.load_mode != LLAMA_LOAD_MODE_DIRECT_IO) {
             params.load_mode = LLAMA_LOAD_MODE_NONE;
         }
-        params.no_op_offload = true; // a stack has slots without memory behind them, so it cannot be copied to a device as a whole
+        if (is_on_device) {
+            params.fit_params = false; // it would count the addresses of the experts as device memory
+            params.devices    = { ggml_backend_dev_by_name(spark_store_get_device(store)), nullptr }; // one device holds all experts
+        } else {
+            params.no_op_offload = true; // a stack has slots without memory behind them, so it cannot be copied to a device as a whole
+        }
         params.warmup = false; // llama.cpp warms up by selecting every expert: a full read of the file
+    }
+
+    // A full micro-batch and a single token, so that backends allocate what they allocate at first use: what is measured
+    // afterwards is all that serving needs.
+    static void warm_up(llama_context * context, int n_ubatch) {
+        const llama_vocab * vocab = llama_model_get_vocab(llama_get_model(context));
+        const int32_t n_vocab = llama_vocab_n_tokens(vocab);
+        std::vector<llama_token> tokens(std::max(1, std::min<int>(n_ubatch, (int) llama_n_ctx_seq(context) - 1)));
+        for (size_t i = 0; i < tokens.size(); i++) {
+            tokens[i] = (llama_token) (i * 31 % n_vocab);
+        }
+        bool ok = llama_decode(context, llama_batch_get_one(tokens.data(), (int32_t) tokens.size())) == 0;
+        for (int i = 0; i < 3 && ok; i++) {
+            ok = llama_decode(context, llama_batch_get_one(tokens.data(), 1)) == 0;
+        }
+        llama_synchronize(context);
+        llama_memory_clear(llama_get_memory(context), true);
+        llama_perf_context_reset(context);
+        if (!ok) {
+            spark::log(spark::log_level::warn, "the first computation failed; device memory may be needed later that is not accounted for");
+        }
     }
 
     server_http_res_ptr answer(const std::string & path) const {
@@ -150,6 +186,7 @@ private:
 
     const spark_server_callbacks callbacks;
     std::vector<llama_model_tensor_buft_override> overrides_of_user;
+    bool is_on_device = false;
 };
 
 std::atomic<bool> is_running { false };

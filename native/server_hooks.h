@@ -1,4 +1,4 @@
-// What llama-server calls when it runs inside another program (patches/0030). Every call has a default that does
+// What llama-server calls when it runs inside another program (patches/0040). Every call has a default that does
 // nothing, so a server without hooks behaves exactly like the llama-server binary.
 #pragma once
 
@@ -6,6 +6,7 @@
 #include <vector>
 
 struct common_params;
+struct llama_context;
 struct server_http_context;
 struct server_routes;
 struct server_slot_stats;
@@ -18,6 +19,10 @@ struct server_hooks {
 
     // The model is about to be loaded (again after sleep); `params` may be changed. False: loading fails.
     virtual bool on_model_loading(common_params & params) { (void) params; return true; }
+
+    // Model, draft and contexts are there with all their buffers, and nothing has been decoded (again after sleep). False:
+    // loading fails.
+    virtual bool on_contexts_created(llama_context * context, int n_ubatch) { (void) context; (void) n_ubatch; return true; }
 
     // The model is loaded and the server is about to print its addresses.
     virtual void on_model_loaded() {}

@@ -30,7 +30,7 @@ extern "C" {
 // The part between the markers is plain C99 that cffi parses: no includes, conditionals, macros with arguments.
 /* cffi:begin */
 
-#define SPARK_API_VERSION 1
+#define SPARK_API_VERSION 2
 
 enum spark_status {
     SPARK_STATUS_OK               = 0,
@@ -52,7 +52,8 @@ enum spark_struct {
     SPARK_STRUCT_PLAN             = 3,
     SPARK_STRUCT_STATS            = 4,
     SPARK_STRUCT_SERVER_MODEL     = 5,
-    SPARK_STRUCT_SERVER_CALLBACKS = 6
+    SPARK_STRUCT_SERVER_CALLBACKS = 6,
+    SPARK_STRUCT_DEVICE_INFO      = 7
 };
 
 // What chooses the expert that leaves a fast slot.
@@ -70,6 +71,7 @@ struct spark_store_params {
     int32_t n_io_threads;    // threads that read missed experts, 1..64; 0: the default (8)
     bool    direct_io;       // read experts past the page cache where the file system allows; default true
     bool    lock_fast;       // lock fast slots in RAM as far as RLIMIT_MEMLOCK allows; default true
+    const char * device;     // ggml's name of the device that holds the fast slots, with homes in pinned RAM ("CUDA0"); NULL or "": RAM
 };
 
 // One MoE layer, as the GGUF describes it.
@@ -96,6 +98,13 @@ struct spark_plan {
     uint64_t seed;                          // of the chaos policy
 };
 
+// A GPU that can hold fast slots.
+struct spark_device_info {
+    char name[32];         // ggml's name of it, for spark_store_params.device
+    char description[128];
+    char pci_bus_id[32];   // "0000:01:00.0"
+};
+
 // Counters since the model was loaded. Units: uses are (token, expert) selections, bytes are bytes.
 struct spark_stats {
     int32_t  layer;          // block number; -1 for the sum over layers
@@ -108,11 +117,16 @@ struct spark_stats {
     uint64_t misses_home;    // of these, how many were read from the home slot in place (no fast slot was free)
     uint64_t bytes_read;     // bytes read from home into fast slots since loading; initial experts are not counted
     uint64_t bytes_home;     // bytes of experts read in place from home slots, once per step and expert
+    uint64_t bytes_ahead;    // on a device: bytes of experts copied ahead of their layer, used or not
+    uint64_t reads_home;     // on a device: experts read in place from home slots, once per step and expert
+    uint64_t reads_ahead;    // on a device: experts that were not in a fast slot and had been copied ahead, likewise
     uint64_t promotions;     // experts copied into a fast slot, at load or later
     uint64_t evictions;      // experts that left a fast slot
     uint64_t fast_bytes;     // bytes of the fast slots
     uint64_t locked_bytes;   // of these, locked in RAM
     uint64_t read_ns;        // time steps waited for reads, ns
+    uint64_t steps;          // on a device: steps (micro-batches) computed, of all layers together; 0 for one layer
+    uint64_t steps_replayed; // of these, how many replayed a recorded graph instead of being enqueued node by node
 };
 
 uint32_t     spark_api_version(void);
@@ -135,6 +149,18 @@ int32_t spark_store_get_layer_info(const struct spark_store * store, int32_t ind
 // OK, INVALID_ARGUMENT (nothing changed), BAD_STATE (a model is loaded already).
 int32_t spark_store_set_plan(struct spark_store * store, const struct spark_plan * plan);
 
+// The same while a model is loaded on a device, so that what the model, its contexts and their buffers take can be measured
+// first. Running steps are waited for. staging_bytes: device memory for bringing the experts of large steps ahead of their
+// layer, -1: a tenth of the fast slots. OK, INVALID_ARGUMENT and BAD_STATE (nothing changed; also when the model was loaded
+// with every expert resident), OUT_OF_MEMORY (every expert is read from home until the next call).
+int32_t spark_store_place(struct spark_store * store, const struct spark_plan * plan, int64_t staging_bytes);
+// The device of the store's fast slots, "" for RAM or no store; valid as long as the store.
+const char * spark_store_get_device(const struct spark_store * store);
+// GPUs by index 0.. in ggml's order. Takes no device memory. OK, INVALID_ARGUMENT (no more, or a build without CUDA).
+int32_t spark_device_get_info(int32_t index, struct spark_device_info * out);
+// Memory of a device in bytes, for all processes together; makes this process's context on it. OK, INVALID_ARGUMENT (no such device, or a build without CUDA).
+int32_t spark_device_get_memory(const char * device, uint64_t * free_bytes, uint64_t * total_bytes);
+
 // For llama_model_params.tensor_buft_overrides: an array of llama_model_tensor_buft_override ended by {NULL, NULL};
 // it lives as long as the process. Load the model of model_path, and no other, through it.
 const void * spark_store_get_overrides(struct spark_store * store);
@@ -154,15 +180,16 @@ int32_t spark_store_reset_stats(struct spark_store * store);
 // Waits until the swap engine has nothing to do, at most timeout_ms. OK, BAD_STATE (still busy).
 int32_t spark_store_wait_idle(struct spark_store * store, int32_t timeout_ms);
 
-// What llama-server is about to load; valid during the callback.
+// What llama-server is about to load; valid during the callback, which may set n_ctx.
 struct spark_server_model {
     const char * path;        // resolved model file (after a download, if any), UTF-8
     const char * draft_path;  // draft model or ""
-    int32_t n_ctx;            // 0: from the model
+    int32_t n_ctx;            // 0: from the model, or what --fit makes of it
     int32_t n_batch;
     int32_t n_ubatch;
     int32_t n_parallel;
     int32_t n_gpu_layers;     // -1: auto
+    const char * device;      // the first GPU that the user named (--device), in ggml's spelling, or ""
     bool    use_mmap;
     bool    use_mlock;
     bool    has_overrides;    // the user passed -ot, --cpu-moe or --n-cpu-moe
@@ -173,7 +200,10 @@ struct spark_server_callbacks {
     void * user;
     // Before the weights are loaded, on the thread of spark_server_run; again after sleep. Sets *store to serve with
     // residency, or leaves it NULL to serve without. Non-zero: the reason has been printed, exit with status 1.
-    int32_t (*model_loading)(void * user, const struct spark_server_model * model, struct spark_store ** store);
+    int32_t (*model_loading)(void * user, struct spark_server_model * model, struct spark_store ** store);
+    // Model, draft and contexts have been created, and with a store on a device a full micro-batch has been computed, so all
+    // memory but the fast slots is in use; same thread, again after sleep. Non-zero: as above.
+    int32_t (*contexts_created)(void * user);
     // The model is loaded and the server is about to listen; same thread.
     void    (*model_loaded)(void * user);
     // A request has ended (or was cancelled); on the inference thread, so it must only note the fact and return.

@@ -47,6 +47,7 @@ _STRUCTS = (
     "spark_stats",
     "spark_server_model",
     "spark_server_callbacks",
+    "spark_device_info",
 )
 _POLICIES = {"frequency": "SPARK_POLICY_FREQUENCY", "static": "SPARK_POLICY_STATIC", "chaos": "SPARK_POLICY_CHAOS"}
 
@@ -175,6 +176,33 @@ def check(status: int) -> None:
 
 
 @dataclass(frozen=True)
+class DeviceInfo:
+    """A GPU of this build's ggml; `name` is what a Store takes as `device`."""
+
+    name: str
+    description: str
+    pci_bus_id: str
+
+
+def devices() -> tuple[DeviceInfo, ...]:
+    """The GPUs that can hold fast slots, in ggml's order; takes no memory on them. Raises BuildError."""
+    ffi, lib = native()
+    out = ffi.new("struct spark_device_info *")
+    found = []
+    while lib.spark_device_get_info(len(found), out) == lib.SPARK_STATUS_OK:
+        found.append(DeviceInfo(*(ffi.string(getattr(out, f.name)).decode(errors="replace") for f in fields(DeviceInfo))))
+    return tuple(found)
+
+
+def device_memory(name: str) -> tuple[int, int]:
+    """(total, free) bytes of a device, for all processes together. Raises InvalidArgumentError."""
+    ffi, lib = native()
+    free, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+    check(lib.spark_device_get_memory(name.encode(), free, total))
+    return int(total[0]), int(free[0])
+
+
+@dataclass(frozen=True)
 class LayerInfo:
     """One MoE layer. expert_bytes: bytes of one expert over all its tensors."""
 
@@ -198,11 +226,16 @@ class Stats:
     misses_home: int
     bytes_read: int
     bytes_home: int
+    bytes_ahead: int
+    reads_home: int
+    reads_ahead: int
     promotions: int
     evictions: int
     fast_bytes: int
     locked_bytes: int
     read_ns: int
+    steps: int
+    steps_replayed: int
 
     @property
     def hit_rate(self) -> float | None:
@@ -218,6 +251,22 @@ def _make_stats(out: Any) -> Stats:
     return Stats(**{f.name: int(getattr(out, f.name)) for f in fields(Stats)})
 
 
+@contextmanager
+def _native_plan(ffi: cffi.FFI, lib: Any, plan: ResidencyPlan) -> Iterator[Any]:
+    """struct spark_plan *, with what it points to kept alive."""
+    layers = ffi.new("struct spark_layer_plan[]", max(1, len(plan.layers)))
+    keep = []  # the arrays that `initial` points to
+    for target, source in zip(layers, plan.layers):
+        initial = ffi.new("int32_t[]", list(source.initial))
+        keep.append(initial)
+        target.layer, target.n_fast, target.n_pinned = source.layer, source.n_fast, source.n_pinned
+        target.n_initial, target.initial = len(source.initial), initial
+    result = ffi.new("struct spark_plan *")
+    result.n_layers, result.layers = len(plan.layers), layers
+    result.policy, result.seed = getattr(lib, _POLICIES[plan.policy]), plan.seed
+    yield result
+
+
 class Store:
     """The experts of one model file. Load that model, and no other, with `overrides_address` as llama.cpp's
     `tensor_buft_overrides`. All methods may be called from any thread; after close() they raise errors.StateError.
@@ -225,11 +274,15 @@ class Store:
     io_threads  threads that read missed experts, 1..64; 0 (default): the library's choice
     direct_io   read past the page cache where the file system allows; default True
     lock_fast   lock fast slots in RAM as far as the limit allows; default True
+    device      ggml's name of the GPU that holds the fast slots ("CUDA0"), every expert then has its home in pinned RAM;
+                default "": fast slots in RAM, homes in the file
 
     Raises ModelNotFoundError, ModelFileError, NoExpertsError, OutOfMemoryError, BuildError.
     """
 
-    def __init__(self, model_path: str | Path, *, io_threads: int = 0, direct_io: bool = True, lock_fast: bool = True) -> None:
+    def __init__(
+        self, model_path: str | Path, *, io_threads: int = 0, direct_io: bool = True, lock_fast: bool = True, device: str = ""
+    ) -> None:
         self._handle: Any = None
         self._users = 0
         self._idle = threading.Condition()
@@ -237,7 +290,9 @@ class Store:
         ffi, lib = native()
         path = ffi.new("char[]", os.fsencode(model_path))
         params = ffi.new("struct spark_store_params *")
+        device_name = ffi.new("char[]", device.encode())
         params.model_path, params.n_io_threads, params.direct_io, params.lock_fast = path, io_threads, direct_io, lock_fast
+        params.device = device_name
         out = ffi.new("struct spark_store **")
         check(lib.spark_store_init(params, out))
         self._handle = out[0]
@@ -266,18 +321,19 @@ class Store:
 
     def set_plan(self, plan: ResidencyPlan) -> None:
         """Sets slots and initial experts; before the model is loaded. Raises InvalidArgumentError, StateError."""
-        with self._open() as (ffi, lib, handle):
-            layers = ffi.new("struct spark_layer_plan[]", max(1, len(plan.layers)))
-            keep = []  # the arrays that `initial` points to
-            for target, source in zip(layers, plan.layers):
-                initial = ffi.new("int32_t[]", list(source.initial))
-                keep.append(initial)
-                target.layer, target.n_fast, target.n_pinned = source.layer, source.n_fast, source.n_pinned
-                target.n_initial, target.initial = len(source.initial), initial
-            native_plan = ffi.new("struct spark_plan *")
-            native_plan.n_layers, native_plan.layers = len(plan.layers), layers
-            native_plan.policy, native_plan.seed = getattr(lib, _POLICIES[plan.policy]), plan.seed
+        with self._open() as (ffi, lib, handle), _native_plan(ffi, lib, plan) as native_plan:
             check(lib.spark_store_set_plan(handle, native_plan))
+
+    def place(self, plan: ResidencyPlan, staging_bytes: int = -1) -> None:
+        """The same for a model that is loaded, on a device; running steps are waited for.
+
+        staging_bytes  device memory for bringing the experts of large steps ahead of their layer; -1 (default): a tenth of
+                       the fast slots
+
+        Raises InvalidArgumentError, StateError (nothing changed), OutOfMemoryError (every expert is read from home then).
+        """
+        with self._open() as (ffi, lib, handle), _native_plan(ffi, lib, plan) as native_plan:
+            check(lib.spark_store_place(handle, native_plan, staging_bytes))
 
     @property
     def overrides_address(self) -> int:

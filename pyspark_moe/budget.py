@@ -37,6 +37,8 @@ class Serving:
 
     is_fitted    llama-server may shrink a context that nobody asked for (its --fit), default False
     n_ctx_least  but not below this, tokens
+    n_gpu_layers llama-server's -ngl: layers on the GPU, -1 (default): all that fit, 0: none
+    device       the GPU that the user named, in ggml's spelling; default "": the first
     """
 
     n_ctx: int = 0
@@ -47,6 +49,8 @@ class Serving:
     cache_type_v: str = "f16"
     is_fitted: bool = False
     n_ctx_least: int = 4096
+    n_gpu_layers: int = -1
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,19 @@ def settle_context(model: ModelInfo, serving: Serving, physical_bytes: int) -> S
         return settled
     share = max(0.0, (free - need_least) / (need_most - need_least))
     return replace(serving, n_ctx=least + int((most - least) * share))
+
+
+def fit_context(model: ModelInfo, serving: Serving, budget: int) -> Serving:
+    """The same with the longest context whose cache and buffers fit `budget` bytes, a multiple of 256 tokens; not below
+    n_ctx_least, nor beyond what the model was trained for."""
+    low, high = min(serving.n_ctx_least, model.n_ctx_train) // 256, model.n_ctx_train // 256
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _context_bytes(model, replace(serving, n_ctx=256 * middle)) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return replace(serving, n_ctx=256 * max(low, 1))
 
 
 def _context_bytes(model: ModelInfo, serving: Serving) -> int:

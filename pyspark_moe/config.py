@@ -30,8 +30,9 @@ class SparkConfig:
 
     mode        "on": residency for any mixture-of-experts model. "off": never. "auto" (default): only when the model is
                 a mixture of experts that does not fit the memory available.
-    vram_gib    GPU memory the whole process may use, GiB; default None: no promise. Needs a CUDA build.
-    ram_gib     RAM that expert weights may occupy, GiB; default None: chosen from the memory available.
+    vram_gib    GPU memory the whole process may use, GiB; default None: what is free. Needs a CUDA build and a GPU.
+    ram_gib     RAM that expert weights may occupy, GiB; default None: chosen from the memory available. Fast slots are in
+                RAM then, whatever GPU there is.
     slots       fast slots in every layer, 0 or more, instead of a budget; default None.
     force       start even though the machine seems to have too little memory; default False.
     policy      "frequency" (default), "static" (experts never change slots), "chaos" (tests only).
@@ -65,6 +66,9 @@ class SparkConfig:
             raise ConfigError(
                 f"--spark-slots {self.slots} and --spark-ram {self.ram_gib:g} both size the fast slots: give one of them."
             )
+        if self.vram_gib is not None and (self.slots is not None or self.ram_gib is not None):
+            other = f"--spark-slots {self.slots}" if self.slots is not None else f"--spark-ram {self.ram_gib:g}"
+            raise ConfigError(f"--spark-vram {self.vram_gib:g} and {other} both size the fast slots: give one of them.")
         if self.policy not in POLICIES:
             raise ConfigError(f"--spark-policy is {self.policy!r}: use one of {', '.join(POLICIES)}.")
         if not 0 <= self.io_threads <= 64:

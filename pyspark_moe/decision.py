@@ -6,15 +6,18 @@ printed, what /props says and what is loaded cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from . import placement
+from . import device_placement, placement
 from .budget import MIB, Serving, Term, base_terms, format_bytes, format_gib_flag, settle_context, total_bytes
 from .config import GIB, SparkConfig
+from .decision_gpu import GpuUse, choose_gpu, decide_on_gpu, fits
+from .decision_gpu import settle_context as settle_context_on_gpu
 from .errors import BudgetError, ConfigError, MachineMemoryError, NoExpertsError
+from .gpu import Gpu
 from .memory import MachineMemory
 from .model_info import ModelInfo
 
@@ -33,6 +36,8 @@ class Decision:
     terms       what the configuration needs, bytes by term.
     budget_bytes  what expert weights may occupy; None when nobody set or chose one.
     notes       what was not done, and why; warnings.
+    gpu         the GPU that holds the fast slots; None: RAM does. Then the terms are bytes of its memory.
+    serving     how the model will be used, with the context that it gets.
     """
 
     mode: str
@@ -44,6 +49,8 @@ class Decision:
     terms: tuple[Term, ...] = ()
     budget_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    gpu: GpuUse | None = None
+    serving: Serving = Serving()
 
     @property
     def need_bytes(self) -> int:
@@ -54,12 +61,13 @@ class Decision:
         """Bytes of all fast slots."""
         if self.plan is None:
             return 0
-        return sum(placement.fast_bytes(layer, p.n_fast) for layer, p in zip(self.model.layers, self.plan.layers))
+        cost = device_placement.slot_bytes if self.gpu else placement.fast_bytes
+        return sum(cost(layer, p.n_fast) for layer, p in zip(self.model.layers, self.plan.layers))
 
     @property
     def window_bytes(self) -> int:
-        """Bytes that one layer's other experts occupy for a moment in a large step."""
-        if self.plan is None:
+        """Bytes of RAM that one layer's other experts occupy for a moment in a large step; 0 with a GPU."""
+        if self.plan is None or self.gpu is not None:
             return 0
         return max((placement.window_bytes(layer, p.n_fast) for layer, p in zip(self.model.layers, self.plan.layers)), default=0)
 
@@ -78,25 +86,29 @@ def decide(
     has_cuda: bool = False,
     cuda_reason: str = "",
     has_overrides: bool = False,
+    gpus: tuple[Gpu, ...] = (),
     hotness: Mapping[int, np.ndarray] | None = None,
 ) -> Decision:
-    """Decides; see the class for the result.
+    """Decides; see the class for the result. With a GPU whose slots depend on measured use, gpu.is_settled is False.
 
     has_cuda, cuda_reason  whether this build has a CUDA backend, and the build's sentence about it
+    gpus                   those that ggml sees
     has_overrides          the user placed tensors with llama-server's own flags (-ot, --cpu-moe, --n-cpu-moe)
     hotness                layer -> uses of each expert, for placement by use; default: the same slots in every layer
 
     Raises ConfigError (a flag this build cannot honour), NoExpertsError (a budget for a dense model), BudgetError (a
     budget that cannot be met), MachineMemoryError (too little memory, and config.force is not set).
     """
+    asked = serving
     serving = settle_context(model, serving, machine.physical_bytes)
 
     def off(why: str, notes: tuple[str, ...] = ()) -> Decision:
-        return Decision(config.mode, False, why, model, machine, terms=base_terms(model, serving), notes=notes)
+        return Decision(config.mode, False, why, model, machine, terms=base_terms(model, serving), notes=notes, serving=serving)
 
     if config.mode == "off":
         return off("--no-spark")
     check_budgets(config, machine, has_cuda, cuda_reason)
+    gpu = choose_gpu(gpus, serving, config)
     if not model.is_moe:
         if config.has_budget:
             raise NoExpertsError(
@@ -110,6 +122,8 @@ def decide(
         raise ConfigError(
             "--spark places the experts, and so do -ot, --override-tensor, --cpu-moe and --n-cpu-moe: remove those, or use --no-spark."
         )
+    if gpu is not None:
+        return _decide_with_gpu(model, machine, gpu, config, settle_context_on_gpu(model, asked, gpu, config), hotness, off)
     everything = model.tensor_bytes + total_bytes(base_terms(model, serving)[1:])
     if config.mode == "auto" and not config.has_budget:
         if everything <= machine.available_bytes:
@@ -127,9 +141,7 @@ def decide(
 
 def check_budgets(config: SparkConfig, machine: MachineMemory, has_cuda: bool = False, cuda_reason: str = "") -> None:
     """Refuses budgets that no model could change: ConfigError for GPU memory, BudgetError for more RAM than there is."""
-    if config.vram_gib is not None:
-        if has_cuda:
-            raise ConfigError(f"--spark-vram {config.vram_gib:g}: this version keeps fast experts in RAM only. Use --spark-ram.")
+    if config.vram_gib is not None and not has_cuda:
         reason = f" ({cuda_reason})" if cuda_reason else ""
         raise ConfigError(
             f"--spark-vram {config.vram_gib:g} needs a CUDA build, and this build has no CUDA backend{reason}. "
@@ -138,6 +150,33 @@ def check_budgets(config: SparkConfig, machine: MachineMemory, has_cuda: bool = 
     if config.ram_bytes is not None and config.ram_bytes > machine.total_bytes:
         limit = f" (limit of control group {machine.cgroup.path})" if machine.cgroup and machine.total_bytes < machine.physical_bytes else ""
         raise BudgetError(f"--spark-ram {config.ram_gib:g} is more than this machine has: {format_bytes(machine.total_bytes)}{limit}. Give less.")
+
+
+def _decide_with_gpu(
+    model: ModelInfo,
+    machine: MachineMemory,
+    gpu: Gpu,
+    config: SparkConfig,
+    serving: Serving,
+    hotness: Mapping[int, np.ndarray] | None,
+    off: Callable[..., Decision],
+) -> Decision:
+    is_auto = config.mode == "auto" and not config.has_budget
+    if is_auto and fits(model, serving, gpu, config):
+        return off(f"the model fits {gpu.name}, {format_bytes(gpu.free_bytes)} free (--spark turns residency on regardless)")
+    if is_auto:
+        why = f"the model does not fit the memory of {gpu.name}"
+    elif config.slots is not None:
+        why = f"--spark-slots {config.slots}"
+    else:
+        why = f"--spark-vram {config.vram_gib:g}" if config.vram_gib is not None else "--spark; the budget is the GPU's free memory"
+    on = Decision(config.mode, True, why, model, machine)
+    try:
+        return decide_on_gpu(on, serving, gpu, config, hotness)
+    except (BudgetError, MachineMemoryError) as e:
+        if not is_auto:
+            raise
+        return off("the model does not fit, but residency would not either", (str(e),))
 
 
 def _decide_on(
@@ -165,7 +204,7 @@ def _decide_on(
         slots = _slots_for(model, machine, budget, hotness, is_chosen=True)
     plan = placement.make_plan(model.layers, slots, policy=config.policy, seed=config.seed, hotness=hotness)
     terms = base + _expert_terms(model, slots)
-    decision = Decision(config.mode, True, why, model, machine, plan, terms, budget, tuple(notes))
+    decision = Decision(config.mode, True, why, model, machine, plan, terms, budget, tuple(notes), serving=serving)
     return _check_machine(decision, config)
 
 

@@ -138,9 +138,11 @@ def make_plan(
     policy: str = "frequency",
     seed: int = 0,
     hotness: Mapping[int, np.ndarray] | None = None,
+    fill: bool = False,
 ) -> ResidencyPlan:
     """The plan for these fast slots, in the order of `layers`. With hotness the hottest experts start in them; without,
-    slots fill with the first experts that are missed, unless there is one for every expert."""
+    slots fill with the first experts that are missed, unless there is one for every expert, none ever moves, or `fill`
+    says that any expert is better than none: then they start with the experts of the lowest numbers."""
     plans = []
     for layer, n in zip(layers, n_fast):
         if n >= layer.n_expert:
@@ -149,6 +151,6 @@ def make_plan(
             order = np.argsort(-np.asarray(hotness[layer.layer], dtype=float), kind="stable")
             initial = tuple(int(e) for e in order[:n])
         else:
-            initial = ()
+            initial = tuple(range(n)) if fill or policy == "static" else ()
         plans.append(LayerPlan(layer.layer, n, 0, initial))
     return ResidencyPlan(tuple(plans), policy, seed)

@@ -63,9 +63,10 @@ class Trace:
 class Model:
     """A loaded model; with a store, its experts come from there. Close contexts first."""
 
-    def __init__(self, path: Path, store: _native.Store | None = None, *, load_mode: int | None = None, load_mtp: bool = False) -> None:
+    def __init__(self, path: Path, store: _native.Store | None = None, *, load_mode: int | None = None, load_mtp: bool = False, gpu: bool = False) -> None:
         params = llama.llama_model_default_params()
-        params.n_gpu_layers = 0
+        params.n_gpu_layers = 999 if gpu else 0
+        params.split_mode = llama.LLAMA_SPLIT_MODE_NONE
         params.load_mode = llama.LLAMA_LOAD_MODE_NONE if load_mode is None else load_mode
         params.use_extra_bufts = False  # plain layout, as in a store: repacked weights are computed by other kernels
         params.load_mtp = load_mtp

@@ -98,6 +98,8 @@ def read_serving(args: Sequence[str]) -> Serving:
         cache_type_v=value_of(args, ("-ctv", "--cache-type-v")) or "f16",
         is_fitted=value_of(args, ("-fit", "--fit")) not in ("off", "false", "0") and value_of(args, ("-c", "--ctx-size")) is None,
         n_ctx_least=_int_of(args, ("-fitc", "--fit-ctx"), 4096),
+        n_gpu_layers=_int_of(args, ("-ngl", "--gpu-layers", "--n-gpu-layers"), -1),
+        device=(value_of(args, ("-dev", "--device")) or "").split(",")[0],
     )
 
 

@@ -13,6 +13,8 @@ from .._native import build_info
 from ..command import run_command
 from ..config import POLICIES, SparkConfig
 from ..decision import check_budgets, decide
+from ..decision_gpu import estimate
+from ..gpu import read_gpus
 from ..memory import read_machine_memory
 from ..model_info import read_model_info
 from .arguments import LlamaArguments, has_overrides, read_serving, take_model
@@ -87,7 +89,7 @@ class Gib(click.ParamType):
     "Default: automatic, only for a mixture-of-experts model that does not fit the memory available.",
 )
 @option("--spark-ram", group="Expert residency", type=Gib(), metavar="GiB", help="RAM that expert weights may occupy; a promise, refused when it cannot be kept.")
-@option("--spark-vram", group="Expert residency", type=Gib(), metavar="GiB", help="GPU memory the process may use; needs a CUDA build.")
+@option("--spark-vram", group="Expert residency", type=Gib(), metavar="GiB", help="GPU memory the whole process may use; a promise, refused when it cannot be kept.")
 @option("--spark-slots", group="Expert residency", type=int, metavar="N", help="Fast slots in every layer instead of a budget, 0 or more.")
 @option("--spark-force", group="Expert residency", is_flag=True, help="Start although the machine seems to have too little memory.")
 @option("--spark-plan", group="Expert residency", is_flag=True, help="Print what would be in effect for MODEL and exit; no weights are loaded.")
@@ -175,16 +177,18 @@ def _draft_args(draft_file: str, arguments: LlamaArguments) -> list[str]:
 def _print_plan(config: SparkConfig, arguments: LlamaArguments, cuda: tuple[bool, str]) -> int:
     if arguments.model is None:
         raise errors.ConfigError("--spark-plan needs a model file: MODEL, -m or --demo.")
+    serving = read_serving(arguments.args)
     decision = decide(
         read_model_info(arguments.model),
         read_machine_memory(),
         config,
-        read_serving(arguments.args),
+        serving,
         has_cuda=cuda[0],
         cuda_reason=cuda[1],
         has_overrides=has_overrides(arguments.args),
+        gpus=read_gpus() if serving.n_gpu_layers != 0 else (),
     )
-    for line in block(decision):
+    for line in block(estimate(decision, config)):
         click.echo(f"{PREFIX} {line}")
     return 0
 

@@ -49,7 +49,8 @@ class Callbacks:
         self._functions = {
             name: ffi.callback(signature, function, error=error)
             for name, signature, function, error in (
-                ("model_loading", "int32_t(void *, const struct spark_server_model *, struct spark_store **)", self._model_loading, 1),
+                ("model_loading", "int32_t(void *, struct spark_server_model *, struct spark_store **)", self._model_loading, 1),
+                ("contexts_created", "int32_t(void *)", self._contexts_created, 1),
                 ("model_loaded", "void(void *)", self._model_loaded, None),
                 ("request_finished", "void(void *, int32_t, int32_t, int32_t, double, double)", self._request_finished, None),
                 ("http_get", "int32_t(void *, const char *, struct spark_http_reply *)", self._http_get, 1),
@@ -75,13 +76,23 @@ class Callbacks:
         def call() -> None:
             # what llama-server has parsed wins over what was read from the arguments
             serving = replace(
-                self._serving, n_ctx=model.n_ctx, n_batch=model.n_batch, n_ubatch=model.n_ubatch, n_parallel=model.n_parallel
+                self._serving,
+                n_ctx=model.n_ctx,
+                n_batch=model.n_batch,
+                n_ubatch=model.n_ubatch,
+                n_parallel=model.n_parallel,
+                n_gpu_layers=model.n_gpu_layers,
+                device=self._text(model.device),
             )
             store = self._session.model_loading(LoadingModel(self._text(model.path), serving, model.has_overrides))
             if store is not None:
                 out[0] = store.handle
+                model.n_ctx = self._session.n_ctx(model.n_ctx)
 
         return _guarded("deciding about the model", call)
+
+    def _contexts_created(self, _user: Any) -> int:
+        return _guarded("placing experts on the GPU", self._session.contexts_created)
 
     def _model_loaded(self, _user: Any) -> None:
         _guarded("the report after loading", self._session.model_loaded)

@@ -25,28 +25,61 @@ def block(decision: Decision) -> list[str]:
     auto = " (auto)" if decision.mode == "auto" else ""
     lines = [f"{state}{auto}: {decision.why}"]
     if decision.is_on:
-        model, machine = decision.model, decision.machine
-        home = model.expert_bytes - sum(p.n_fast * l.expert_bytes for p, l in zip(decision.plan.layers, model.layers))
-        lines += [
+        model = decision.model
+        lines.append(
             f"  model   {model.name} ({model.architecture}): experts {format_bytes(model.expert_bytes)}, "
-            f"{model.n_expert_used} used in each layer; other weights {format_bytes(model.other_bytes)}",
-            f"  fast    {_slots_text(decision)}: {format_bytes(decision.fast_bytes)} of RAM",
-        ]
-        if decision.has_all_fast:
-            lines.append("  home    every expert is fast: none is read again")
-        else:
-            lines.append(
-                f"  home    {format_bytes(home)} of experts in the file; a step that uses more experts of a layer than it has "
-                f"slots maps them for that layer, at most {format_bytes(decision.window_bytes)}"
-            )
-        if decision.budget_bytes is not None:
-            used = decision.fast_bytes + decision.window_bytes
-            lines.append(f"  budget  {format_bytes(decision.budget_bytes)} for expert weights; at most {format_bytes(used)} are used")
-        bill = ", ".join(f"{term.name} {'about ' if term.is_estimate else ''}{format_bytes(term.n_bytes)}" for term in decision.terms)
-        lines.append(f"  memory  {format_bytes(machine.available_bytes)} available on {machine.limited_by}, about {format_bytes(decision.need_bytes)} needed: {bill}")
+            f"{model.n_expert_used} used in each layer; other weights {format_bytes(model.other_bytes)}"
+        )
+        lines += _ram_lines(decision) if decision.gpu is None else _gpu_lines(decision)
         lines.append(f"  policy  {decision.plan.policy}")
     lines += [f"  note    {note}" for note in decision.notes]
     return lines
+
+
+def _bill(decision: Decision) -> str:
+    return ", ".join(f"{term.name} {'about ' if term.is_estimate else ''}{format_bytes(term.n_bytes)}" for term in decision.terms)
+
+
+def _ram_lines(decision: Decision) -> list[str]:
+    model, machine = decision.model, decision.machine
+    home = model.expert_bytes - sum(p.n_fast * l.expert_bytes for p, l in zip(decision.plan.layers, model.layers))
+    lines = [f"  fast    {_slots_text(decision)}: {format_bytes(decision.fast_bytes)} of RAM"]
+    if decision.has_all_fast:
+        lines.append("  home    every expert is fast: none is read again")
+    else:
+        lines.append(
+            f"  home    {format_bytes(home)} of experts in the file; a step that uses more experts of a layer than it has "
+            f"slots maps them for that layer, at most {format_bytes(decision.window_bytes)}"
+        )
+    if decision.budget_bytes is not None:
+        used = decision.fast_bytes + decision.window_bytes
+        lines.append(f"  budget  {format_bytes(decision.budget_bytes)} for expert weights; at most {format_bytes(used)} are used")
+    lines.append(
+        f"  memory  {format_bytes(machine.available_bytes)} available on {machine.limited_by}, about {format_bytes(decision.need_bytes)} needed: {_bill(decision)}"
+    )
+    return lines
+
+
+def _gpu_lines(decision: Decision) -> list[str]:
+    use = decision.gpu
+    limit = "may be used" if use.is_promised else "is free for this process"
+    lines = [
+        f"  gpu     {use.gpu.name}, {use.gpu.description}: {format_bytes(use.limit_bytes)} of {format_bytes(use.gpu.total_bytes)} {limit}",
+        f"  context {decision.serving.n_ctx} tokens",
+        f"  home    every expert, {format_bytes(decision.model.expert_bytes)}, in pinned RAM; {format_bytes(decision.machine.available_bytes)} "
+        f"available on {decision.machine.limited_by}",
+    ]
+    if use.is_settled:
+        return lines + slot_lines(decision)
+    return lines + ["  fast    slots follow when the model is loaded and the rest of its memory is measured"]
+
+
+def slot_lines(decision: Decision) -> list[str]:
+    """The lines about fast slots on a GPU, once they are final."""
+    return [
+        f"  fast    {_slots_text(decision)}: {format_bytes(decision.fast_bytes)} of GPU memory",
+        f"  memory  {format_bytes(decision.need_bytes)} of {format_bytes(decision.gpu.limit_bytes)}: {_bill(decision)}",
+    ]
 
 
 def as_dict(decision: Decision) -> dict[str, Any]:
@@ -75,6 +108,21 @@ def as_dict(decision: Decision) -> dict[str, Any]:
             "need": decision.need_bytes,
             "available": machine.available_bytes,
         },
+        "gpu": _gpu_dict(decision),
+    }
+
+
+def _gpu_dict(decision: Decision) -> dict[str, Any] | None:
+    use = decision.gpu
+    if use is None:
+        return None
+    return {
+        "name": use.gpu.name,
+        "description": use.gpu.description,
+        "total_bytes": use.gpu.total_bytes,
+        "limit_bytes": use.limit_bytes,
+        "staging_bytes": use.staging_bytes,
+        "n_ctx": decision.serving.n_ctx,
     }
 
 
@@ -92,4 +140,5 @@ def budget_dict(decision: Decision) -> dict[str, Any]:
             "limited_by": machine.limited_by,
             "memlock_bytes": machine.memlock_bytes,
         },
+        "gpu": _gpu_dict(decision),
     }

@@ -13,14 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._native import Store
+from .._native import Store, device_memory
 from ..budget import Serving, format_bytes
 from ..config import SparkConfig
 from ..decision import Decision, decide
+from ..decision_gpu import settle
 from ..errors import ModelFileError
+from ..gpu import Gpu, read_gpus, used_bytes
 from ..memory import MachineMemory, read_machine_memory
 from ..model_info import read_model_info
-from .report import PREFIX, as_dict, block, budget_dict
+from .report import PREFIX, as_dict, block, budget_dict, slot_lines
 
 ROUTES = ("/spark/stats", "/spark/budget")
 
@@ -58,10 +60,12 @@ class Session:
         config: SparkConfig,
         cuda: tuple[bool, str] = (False, ""),
         read_memory: Callable[[], MachineMemory] = read_machine_memory,
+        read_gpus: Callable[[], tuple[Gpu, ...]] = read_gpus,
     ) -> None:
         self.config = config
         self._cuda = cuda
         self._read_memory = read_memory
+        self._read_gpus = read_gpus
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._decision: Decision | None = None
@@ -87,11 +91,13 @@ class Session:
             has_cuda=self._cuda[0],
             cuda_reason=self._cuda[1],
             has_overrides=loading.has_overrides,
+            gpus=self._read_gpus() if loading.serving.n_gpu_layers != 0 else (),
         )
         store = None
         if decision.is_on and decision.plan is not None:
             config = self.config
-            store = Store(loading.path, io_threads=config.io_threads, direct_io=config.direct_io, lock_fast=config.lock_fast)
+            device = decision.gpu.gpu.name if decision.gpu else ""
+            store = Store(loading.path, io_threads=config.io_threads, direct_io=config.direct_io, lock_fast=config.lock_fast, device=device)
             try:
                 store.set_plan(decision.plan)
             except BaseException:
@@ -101,6 +107,28 @@ class Session:
             say(line)
         self._replace(store, decision)
         return store
+
+    def n_ctx(self, asked: int) -> int:
+        """The context to make, tokens: as asked, or with a GPU what its memory allows when nobody asked (0)."""
+        with self._lock:
+            decision = self._decision
+        return asked or (decision.serving.n_ctx if decision is not None and decision.gpu is not None else 0)
+
+    def contexts_created(self) -> None:
+        """Everything but fast slots is on the GPU: gives the slots what is left. Raises SparkError."""
+        with self._lock:
+            store, decision = self._store, self._decision
+        if store is None or decision is None or decision.gpu is None or decision.gpu.is_settled:
+            return
+        gpu = decision.gpu.gpu
+        _, free = device_memory(gpu.name)
+        decision = settle(decision, self.config, used_bytes(gpu), free)
+        assert decision.plan is not None and decision.gpu is not None
+        store.place(decision.plan, decision.gpu.staging_bytes)
+        for line in slot_lines(decision):
+            say(line)
+        with self._lock:
+            self._decision = decision
 
     def _serve_without(self, why: str) -> None:
         self._why_off = why
@@ -142,7 +170,7 @@ class Session:
         if total.hit_rate is not None:
             say(
                 f"{total.uses} expert uses, {100 * total.hit_rate:.1f} % hits; {total.promotions} promotions, {total.evictions} evictions, "
-                f"{format_bytes(total.bytes_read + total.bytes_home)} read"
+                f"{format_bytes(total.bytes_read + total.bytes_home + total.bytes_ahead)} read"
             )
 
     def props(self) -> dict[str, Any]:

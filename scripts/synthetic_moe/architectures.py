@@ -44,21 +44,18 @@ def qwen3_layer(p: Parts, index: int, b: str) -> Iterator[TensorSpec]:
     yield from p.qk_norms(b)
     yield p.ones(f"{b}ffn_norm.weight", p.shape.n_embd)
     if p.shape.n_expert:
-        yield from p.experts(b)
+        yield from p.experts(b, index)
     else:
         yield from p.feed_forward(b, p.shape.n_ff)
 
 
-SSM_STATE, SSM_HEADS, SSM_GROUPS, SSM_CONV, FULL_INTERVAL = 128, 4, 2, 4, 4
-
-
 def qwen35moe_metadata(s: Shape) -> dict[str, Value]:
-    n_rot = s.head_dim // 2
+    n_rot = s.n_rot or s.head_dim // 2
     data: dict[str, Value] = {
         "rope.dimension_count": n_rot, "rope.dimension_sections": [n_rot // 4, n_rot // 8, n_rot // 8, 0],
-        "expert_shared_feed_forward_length": s.n_ff_exp, "full_attention_interval": FULL_INTERVAL,
-        "ssm.conv_kernel": SSM_CONV, "ssm.inner_size": SSM_STATE * SSM_HEADS, "ssm.state_size": SSM_STATE,
-        "ssm.time_step_rank": SSM_HEADS, "ssm.group_count": SSM_GROUPS,
+        "expert_shared_feed_forward_length": s.n_ff_exp, "full_attention_interval": s.full_interval,
+        "ssm.conv_kernel": s.ssm_conv, "ssm.inner_size": s.ssm_state * s.ssm_heads, "ssm.state_size": s.ssm_state,
+        "ssm.time_step_rank": s.ssm_heads, "ssm.group_count": s.ssm_groups,
     }  # fmt: skip
     return data | ({"nextn_predict_layers": s.n_mtp} if s.n_mtp else {})
 
@@ -68,21 +65,21 @@ def qwen35moe_layer(p: Parts, index: int, b: str) -> Iterator[TensorSpec]:
     is_mtp = index >= s.n_layer
     yield p.ones(f"{b}attn_norm.weight", s.n_embd)
     yield p.ones(f"{b}post_attention_norm.weight", s.n_embd)
-    if is_mtp or (index + 1) % FULL_INTERVAL == 0:
+    if is_mtp or (index + 1) % s.full_interval == 0:
         yield from p.attention(b, q_factor=2)
         yield from p.qk_norms(b)
     else:
-        key, value = SSM_STATE * SSM_GROUPS, SSM_STATE * SSM_HEADS
+        key, value = s.ssm_state * s.ssm_groups, s.ssm_state * s.ssm_heads
         yield p.matrix(f"{b}attn_qkv.weight", s.n_embd, 2 * key + value)
         yield p.matrix(f"{b}attn_gate.weight", s.n_embd, value)
-        yield p.values(f"{b}ssm_conv1d.weight", (SSM_CONV, 2 * key + value), 0.5)
-        yield p.values(f"{b}ssm_dt.bias", (SSM_HEADS,), 0.1)
-        yield p.values(f"{b}ssm_a", (SSM_HEADS,), 0.05, -0.5)  # negative: the state decays
-        yield p.matrix(f"{b}ssm_beta.weight", s.n_embd, SSM_HEADS)
-        yield p.matrix(f"{b}ssm_alpha.weight", s.n_embd, SSM_HEADS)
-        yield p.ones(f"{b}ssm_norm.weight", SSM_STATE)
+        yield p.values(f"{b}ssm_conv1d.weight", (s.ssm_conv, 2 * key + value), 0.5)
+        yield p.values(f"{b}ssm_dt.bias", (s.ssm_heads,), 0.1)
+        yield p.values(f"{b}ssm_a", (s.ssm_heads,), 0.05, -0.5)  # negative: the state decays
+        yield p.matrix(f"{b}ssm_beta.weight", s.n_embd, s.ssm_heads)
+        yield p.matrix(f"{b}ssm_alpha.weight", s.n_embd, s.ssm_heads)
+        yield p.ones(f"{b}ssm_norm.weight", s.ssm_state)
         yield p.matrix(f"{b}ssm_out.weight", value, s.n_embd, 0.5)
-    yield from p.experts(b)
+    yield from p.experts(b, index)
     yield p.values(f"{b}ffn_gate_inp_shexp.weight", (s.n_embd,), s.n_embd**-0.5)
     yield from p.feed_forward(b, s.n_ff_exp, "_shexp")
     if is_mtp:
@@ -103,7 +100,7 @@ def gpt_oss_layer(p: Parts, index: int, b: str) -> Iterator[TensorSpec]:
     for name, n in (("q", s.n_head * s.head_dim), ("k", s.n_head_kv * s.head_dim), ("v", s.n_head_kv * s.head_dim), ("output", s.n_embd)):
         yield p.values(f"{b}attn_{name}.bias", (n,), 0.02)
     yield p.values(f"{b}attn_sinks.weight", (s.n_head,), 0.5)
-    yield from p.experts(b)
+    yield from p.experts(b, index)
     yield p.values(f"{b}ffn_gate_inp.bias", (s.n_expert,), 0.1)
     yield p.values(f"{b}ffn_gate_exps.bias", (s.n_ff_exp, s.n_expert), 0.1)
     yield p.values(f"{b}ffn_up_exps.bias", (s.n_ff_exp, s.n_expert), 0.1)
@@ -135,7 +132,7 @@ def laguna_layer(p: Parts, index: int, b: str) -> Iterator[TensorSpec]:
     if index == 0:
         yield from p.feed_forward(b, s.n_ff)
         return
-    yield from p.experts(b)
+    yield from p.experts(b, index)
     yield p.values(f"{b}exp_probs_b.bias", (s.n_expert,), 0.02)
     yield from p.feed_forward(b, s.n_ff_exp, "_shexp")
 
@@ -164,7 +161,7 @@ def deepseek2_layer(p: Parts, index: int, b: str) -> Iterator[TensorSpec]:
     if index == 0:
         yield from p.feed_forward(b, s.n_ff)
         return
-    yield from p.experts(b)
+    yield from p.experts(b, index)
     yield p.values(f"{b}exp_probs_b.bias", (s.n_expert,), 0.02)
     yield from p.feed_forward(b, s.n_ff_exp, "_shexp")
 
@@ -181,7 +178,7 @@ def llama4_layer(p: Parts, index: int, b: str) -> Iterator[TensorSpec]:
     if index % 2 == 0:
         yield from p.feed_forward(b, s.n_ff)
         return
-    yield from p.experts(b)
+    yield from p.experts(b, index)
     yield from p.feed_forward(b, s.n_ff_exp, "_shexp")
 
 

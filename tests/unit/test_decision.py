@@ -152,7 +152,7 @@ def test_dense_models() -> None:
 def test_gpu_memory_without_cuda() -> None:
     with pytest.raises(ConfigError, match=r"needs a CUDA build.*\(off: not found: nvcc\)"):
         decide(MODEL, machine(8), SparkConfig(vram_gib=8), cuda_reason="off: not found: nvcc")
-    with pytest.raises(ConfigError, match="in RAM only"):
+    with pytest.raises(ConfigError, match="no CUDA device was found"):
         decide(MODEL, machine(8), SparkConfig(vram_gib=8), has_cuda=True)
 
 
