@@ -307,9 +307,11 @@ class Bench:
         other = name.replace("ours", "cpu-moe")
         of_predicted = None
         rate = next(iter(self.bandwidth.values()), None) if isinstance(self.bandwidth, dict) else None
-        if rate and all("bytes_home_per_token" in r[name] for r in rounds):
-            for key, parts in (("predicted", ("bytes_home",)), ("predicted_with_promotions", ("bytes_home", "bytes_read"))):
-                speeds = [cuda_plan.predicted_per_s(r[BASE]["decode_per_s"], sum(r[name][f"{p}_per_token"] for p in parts), rate) for r in rounds]
+        if rate and all("misses_per_token" in r[name] for r in rounds):
+            expert = sum(layer.expert_bytes for layer in self.model.layers) / len(self.model.layers)
+            for key, promoted in (("predicted", 0), ("predicted_with_promotions", 1)):
+                missed = [r[name]["misses_per_token"] * expert + promoted * r[name]["bytes_read_per_token"] for r in rounds]
+                speeds = [cuda_plan.predicted_per_s(r[BASE]["decode_per_s"], m, rate) for r, m in zip(rounds, missed)]
                 low, middle, high = common.quartiles([r[name]["decode_per_s"] / p for r, p in zip(rounds, speeds)])
                 found[key] = {"decode_per_s": statistics.median(speeds),
                               "measured / predicted": {"median": middle, "lower_quartile": low, "upper_quartile": high}}  # fmt: skip

@@ -169,7 +169,7 @@ class Running:
             metrics |= cuda_plan.per_token(cuda_plan.add(counts), self.uses_per_token)
         if before and after and after["uses"] > before["uses"]:
             rates = cuda_plan.per_token(cuda_plan.between(before, after), self.uses_per_token)
-            metrics |= {f"prefill_{name}": rates[name] for name in ("hit_rate", "bytes_home_per_token", "bytes_read_per_token")}
+            metrics |= {f"prefill_{name}": rates[name] for name in ("hit_rate", "bytes_home_per_token", "bytes_ahead_per_token", "bytes_read_per_token") if name in rates}
         return metrics
 
     def _complete(self, tokens: Tokens, n: int, readings: list[dict[str, Any] | None] | None = None, every: int = 0) -> Answer:

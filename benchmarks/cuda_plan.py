@@ -66,7 +66,7 @@ def predicted_per_s(base_per_s: float, missed_bytes: float, bandwidth: float) ->
 
 def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int]:
     """What the counters of /spark/stats "total" counted between two readings."""
-    names = ("uses", "hits", "misses", "bytes_home", "bytes_read", "promotions", "steps", "steps_replayed")
+    names = ("uses", "hits", "misses", "bytes_home", "bytes_ahead", "bytes_read", "reads_home", "reads_ahead", "promotions", "steps", "steps_replayed")
     return {name: after[name] - before[name] for name in names if name in after}
 
 
@@ -80,8 +80,9 @@ def per_token(counts: Mapping[str, int], uses_per_token: int) -> dict[str, float
     uses = max(1, counts["uses"])
     tokens = uses / uses_per_token
     result = {"hit_rate": counts["hits"] / uses}
-    for name in ("misses", "bytes_home", "bytes_read", "promotions"):
-        result[f"{name}_per_token"] = counts[name] / tokens
+    for name in ("misses", "bytes_home", "bytes_ahead", "bytes_read", "reads_home", "reads_ahead", "promotions"):
+        if name in counts:
+            result[f"{name}_per_token"] = counts[name] / tokens
     if counts.get("steps"):
         result["steps_replayed"] = counts["steps_replayed"] / counts["steps"]  # as a CUDA graph
     return result
@@ -185,16 +186,22 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 def speed_table(arms: Mapping[str, Mapping[str, Any]]) -> str:
     """Medians of every arm for people."""
-    lines = [f"{'arm':14} {'decode/s':>9} {'prefill/s':>9} {'ttft ms':>8} {'hit rate':>8} {'MB home':>8} {'promoted':>8} {'GiB':>6}  a token; GPU memory"]
+    lines = [f"{'arm':14} {'decode/s':>9} {'prefill/s':>9} {'ttft ms':>8} {'hit rate':>8} {'MB bus':>8} {'promoted':>8} {'GiB':>6}  a token; GPU memory"]
     for name, arm in arms.items():
         m = arm["medians"]
-        values = (m.get("decode_per_s"), m.get("prefill_per_s"), m.get("ttft_ms"), m.get("hit_rate"), _scaled(m.get("bytes_home_per_token"), 1e6),
+        values = (m.get("decode_per_s"), m.get("prefill_per_s"), m.get("ttft_ms"), m.get("hit_rate"), _scaled(_bus_bytes(m), 1e6),
                   m.get("promotions_per_token"), _scaled(arm["memory_bytes"], GIB))  # fmt: skip
         formats = ("9.1f", "9.0f", "8.1f", "8.4f", "8.3f", "8.3f", "6.2f")
         cells = ["-".rjust(int(f.split(".")[0])) if v is None else format(v, f) for v, f in zip(values, formats)]
         note = f"  --n-cpu-moe {arm['n_cpu_moe']}" if "n_cpu_moe" in arm else ""
         lines.append(f"{name:14} " + " ".join(cells) + note)
     return "\n".join(lines)
+
+
+def _bus_bytes(medians: Mapping[str, Any]) -> float | None:
+    """Bytes of experts that a token brought over the bus: read in place, and copied ahead of their layer."""
+    home = medians.get("bytes_home_per_token")
+    return None if home is None else home + medians.get("bytes_ahead_per_token", 0)
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

@@ -31,9 +31,15 @@ expert_store::expert_store(const store_options & options)
     if (!options.device.empty()) {
         device = make_device_residency(*this, options.device);
     }
+    size_t largest = 0;
+    for (const auto & layer : layers) {
+        for (const expert_tensor & tensor : layer->file.tensors) {
+            largest = std::max(largest, tensor.stride);
+        }
+    }
     for (auto & layer : layers) {
         for (const expert_tensor & tensor : layer->file.tensors) {
-            layer->home_slot = std::max(layer->home_slot, stack_home_slot(tensor.stride, tensor.n_expert, device ? device->page_size() : 0));
+            layer->home_slot = std::max(layer->home_slot, stack_home_slot(tensor.stride, tensor.n_expert, device ? device->page_size() : 0, largest));
         }
     }
 

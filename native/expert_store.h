@@ -109,7 +109,7 @@ public:
     spark_policy policy = SPARK_POLICY_FREQUENCY;
     uint64_t     seed   = 0;
     std::atomic<int32_t> foreground_reads { 0 }; // steps that wait for the disk now
-    int64_t      staging_bytes = -1; // device memory for staging large steps; -1: a share of the fast slots
+    int64_t      staging_bytes = -1; // device memory for staging large steps; -1: all they want
     std::unique_ptr<device_residency> device; // or nullptr: fast slots are in RAM
 
     // Plan; throws error INVALID_ARGUMENT or BAD_STATE, and then nothing has changed.

@@ -12,8 +12,6 @@
 
 namespace spark {
 
-// Share of the device memory for fast slots that staging may take; large steps gain more from it than decoding loses.
-static constexpr double STAGING_SHARE = 0.10;
 static constexpr size_t MISSED_MAX    = 4096; // of a layer
 
 residency_cuda::residency_cuda(expert_store & store, ggml_backend_dev_t backend, const cuda_device & device)
@@ -120,7 +118,6 @@ void residency_cuda::place() {
     stager->place(0);
     prefetch->place(0);
 
-    size_t fast_bytes = 0;
     for (const auto & layer : store.layers) {
         for (size_t i = 0; i < layer->stacks.size(); i++) {
             memory(*layer, i).set_fast(0); // all first, so that the new and the old never need memory together
@@ -129,10 +126,9 @@ void residency_cuda::place() {
     for (const auto & layer : store.layers) {
         for (size_t i = 0; i < layer->stacks.size(); i++) {
             memory(*layer, i).set_fast(layer->n_fast);
-            fast_bytes += memory(*layer, i).fast_bytes();
         }
     }
-    const size_t staging_bytes = store.staging_bytes >= 0 ? (size_t) store.staging_bytes : (size_t) (STAGING_SHARE * fast_bytes);
+    const size_t staging_bytes = store.staging_bytes >= 0 ? (size_t) store.staging_bytes : SIZE_MAX / 2;
     prefetch->place(staging_bytes / 2);
     stager->place(staging_bytes - prefetch->bytes());
 

@@ -209,31 +209,42 @@ static __global__ void predict(const predict_params p) {
 
 constexpr int COPY_BLOCKS  = 32; // enough loads in flight for PCIe, few enough to leave the device to the step
 constexpr int COPY_THREADS = 256;
-constexpr int COPY_UNROLL  = 4;
+constexpr int COPY_UNROLL  = 4;  // loads of 16 bytes that a thread has in flight
 
+// Each warp takes pieces of 2 KiB from all tensors of all experts; warps do not wait for each other, so that the bus never
+// runs dry between two tensors.
 static __global__ void copy_to_ring(const ring_state * ring) {
-    const int n = ring->n_experts;
-    for (int i = 0; i < n; i++) {
-        const int64_t from = ring->home_slot + ring->expert[i], to = ring->first_slot + i;
-        for (int t = 0; t < ring->n_tensors; t++) {
+    constexpr int PIECE = 32 * COPY_UNROLL; // in units of 16 bytes
+    const int n_experts = ring->n_experts, n_tensors = ring->n_tensors;
+    if (n_experts == 0) {
+        return;
+    }
+    const int lane = threadIdx.x % 32, n_warps = COPY_BLOCKS * COPY_THREADS / 32;
+    int piece = (blockIdx.x * COPY_THREADS + threadIdx.x) / 32; // from the first piece of (expert, tensor) on
+    for (int e = 0; e < n_experts; e++) {
+        for (int t = 0; t < n_tensors; t++) {
             const size_t  stride = ring->stride[t];
-            const uint4 * source = (const uint4 *) (ring->base[t] + from * stride);
-            uint4       * target = (uint4 *)       (ring->base[t] + to   * stride);
-            const int64_t size = stride / sizeof(uint4);
-            const int64_t step = (int64_t) COPY_BLOCKS * COPY_THREADS;
-            for (int64_t k = (int64_t) blockIdx.x * COPY_THREADS + threadIdx.x; k < size; k += COPY_UNROLL * step) {
+            const int     size   = (int) (stride / sizeof(uint4));
+            const int     n      = (size + PIECE - 1) / PIECE;
+            const uint4 * source = (const uint4 *) (ring->base[t] + (int64_t) (ring->home_slot + ring->expert[e]) * stride);
+            uint4       * target = (uint4 *)       (ring->base[t] + (int64_t) (ring->first_slot + e) * stride);
+            for (; piece < n; piece += n_warps) {
+                const int begin = piece * PIECE + lane;
                 uint4 values[COPY_UNROLL];
+                #pragma unroll
                 for (int u = 0; u < COPY_UNROLL; u++) {
-                    if (k + u * step < size) {
-                        values[u] = __ldcs(source + k + u * step);
+                    if (begin + u * 32 < size) {
+                        values[u] = __ldcs(source + begin + u * 32);
                     }
                 }
+                #pragma unroll
                 for (int u = 0; u < COPY_UNROLL; u++) {
-                    if (k + u * step < size) {
-                        target[k + u * step] = values[u];
+                    if (begin + u * 32 < size) {
+                        target[begin + u * 32] = values[u];
                     }
                 }
             }
+            piece -= n; // the same warp goes on in the next tensor
         }
     }
 }

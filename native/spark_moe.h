@@ -151,7 +151,7 @@ int32_t spark_store_set_plan(struct spark_store * store, const struct spark_plan
 
 // The same while a model is loaded on a device, so that what the model, its contexts and their buffers take can be measured
 // first. Running steps are waited for. staging_bytes: device memory for bringing the experts of large steps ahead of their
-// layer, -1: a tenth of the fast slots. OK, INVALID_ARGUMENT and BAD_STATE (nothing changed; also when the model was loaded
+// layer, -1: all they want. OK, INVALID_ARGUMENT and BAD_STATE (nothing changed; also when the model was loaded
 // with every expert resident), OUT_OF_MEMORY (every expert is read from home until the next call).
 int32_t spark_store_place(struct spark_store * store, const struct spark_plan * plan, int64_t staging_bytes);
 // The device of the store's fast slots, "" for RAM or no store; valid as long as the store.

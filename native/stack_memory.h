@@ -38,8 +38,8 @@ public:
 };
 
 // Least home_slot of a stack: leaves room between fast slots and homes, so that they never share a page. page: of the
-// device, bytes, whose staging slots go there too; 0: RAM.
-int32_t stack_home_slot(size_t stride, int32_t n_expert, size_t page = 0);
+// device, bytes, whose shared slots go there too, sized for the largest stride of any layer; 0: RAM.
+int32_t stack_home_slot(size_t stride, int32_t n_expert, size_t page = 0, size_t largest_stride = 0);
 
 // Fast slots in RAM, homes in the file's mapping. Throws error: OUT_OF_MEMORY, IO.
 // lock_fast: lock fast slots in RAM as far as the limits allow.

@@ -128,10 +128,11 @@ private:
 
 static constexpr int32_t DEVICE_SLOTS = 20;
 
-int32_t stack_home_slot(size_t stride, int32_t n_expert, size_t page) {
+int32_t stack_home_slot(size_t stride, int32_t n_expert, size_t page, size_t largest_stride) {
     if (page > 0) {
         // staging and ring slots go between, each in pages of its own and with its padding (stack_memory_cuda.h)
-        return n_expert + DEVICE_SLOTS + (int32_t) ((8 * page + stride - 1) / stride);
+        const size_t bytes = (n_expert + DEVICE_SLOTS) * std::max(stride, largest_stride) + 8 * page;
+        return (int32_t) ((bytes + stride - 1) / stride);
     }
     page = sysconf(_SC_PAGESIZE);
     return n_expert + (int32_t) ((2 * page + stride - 1) / stride);

@@ -327,8 +327,7 @@ class Store:
     def place(self, plan: ResidencyPlan, staging_bytes: int = -1) -> None:
         """The same for a model that is loaded, on a device; running steps are waited for.
 
-        staging_bytes  device memory for bringing the experts of large steps ahead of their layer; -1 (default): a tenth of
-                       the fast slots
+        staging_bytes  device memory for bringing the experts of large steps ahead of their layer; -1 (default): all they want
 
         Raises InvalidArgumentError, StateError (nothing changed), OutOfMemoryError (every expert is read from home then).
         """

@@ -146,6 +146,8 @@ def configure(toolkit: Path, build: Path, flags: list[str]) -> None:
     tools = Path(sys.executable).parent
     command = [tools / "cmake", "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", f"-DPython3_EXECUTABLE={sys.executable}"]
     command += ["-S", ROOT, "-B", build, "-DSPARK_CUDA=ON", f"-DCUDAToolkit_ROOT={toolkit}", f"-DCMAKE_CUDA_COMPILER={toolkit}/bin/nvcc"]
+    # programs are linked against libraries that need cuBLAS and the driver, which are on no path of this machine's loader
+    command.append(f"-DCMAKE_EXE_LINKER_FLAGS=-Wl,-rpath-link,{toolkit}/lib64:{toolkit}/lib64/stubs")
     run(*command, *flags)
 
 
