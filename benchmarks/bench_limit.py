@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL, help="one GGUF file; the default one is made when it is missing")
     parser.add_argument("--limit-gib", type=float, default=2.0, help="memory limit of the control group")
     parser.add_argument("--spark-ram", type=float, default=1.5, help="GiB")
-    parser.add_argument("--stock", type=Path, default=STOCK)
+    parser.add_argument("--stock", type=lambda path: Path(path).resolve(), default=STOCK)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settle", type=int, default=8, help="tokens generated before the timed ones")
     parser.add_argument("--tokens", type=int, default=24, help="timed")

@@ -35,7 +35,7 @@ CLAIMS = (("off", "stock", 0.02), ("all-fast", "stock", 0.02), ("all-fast", "sto
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO)
-    parser.add_argument("--stock", type=Path, default=STOCK, help="the unpatched llama-server")
+    parser.add_argument("--stock", type=lambda path: Path(path).resolve(), default=STOCK, help="the unpatched llama-server")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=15)
