@@ -108,10 +108,9 @@ int32_t spark_store_set_plan(spark_store * store, const spark_plan * plan) {
     });
 }
 
-int32_t spark_store_place(spark_store * store, const spark_plan * plan, int64_t staging_bytes) {
+int32_t spark_store_place(spark_store * store, const spark_plan * plan) {
     return spark::guard([&] {
         require(store && plan, "store or plan is NULL");
-        store->core->staging_bytes = staging_bytes;
         store->core->place(*plan);
     });
 }

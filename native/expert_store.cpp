@@ -147,6 +147,7 @@ void expert_store::apply(const spark_plan & plan) {
     }
     policy = (spark_policy) plan.policy;
     seed   = plan.seed;
+    staging_bytes = plan.staging_bytes;
 }
 
 void expert_store::attach() {

@@ -215,7 +215,7 @@ residency_cuda::reads residency_cuda::read_counters(cudaStream_t stream) {
         }
         const uint32_t n_misses = b.misses - a.misses, n_homes = b.homes - a.homes, n_staged = b.staged - a.staged;
         sum.n_uses += n_uses;
-        sum.bytes  += (double) n_homes * (double) layer->file.expert_bytes;
+        sum.bytes  += (double) (n_homes + n_staged) * (double) layer->file.expert_bytes;
 
         std::vector<int32_t> & without_slot = missed[layer->index];
         if (without_slot.size() > MISSED_MAX) {

@@ -57,7 +57,7 @@ public:
     bool wait_for_steps(cudaStream_t stream, int32_t timeout_ms);
     struct reads {
         uint64_t n_uses = 0;
-        double   bytes  = 0; // of experts read in place from their homes
+        double   bytes  = 0; // of experts that were in no fast slot, read in place or brought ahead
     };
     // Adds what the device has counted since the last call to the layers' stats and policies; returns the sums.
     reads read_counters(cudaStream_t stream);

@@ -96,6 +96,7 @@ struct spark_plan {
     const struct spark_layer_plan * layers; // copied; a layer that is not named gets n_fast = 0
     int32_t  policy;                        // enum spark_policy
     uint64_t seed;                          // of the chaos policy
+    int64_t  staging_bytes;                 // on a device: its memory for bringing experts ahead of their layer; -1: all it is good for
 };
 
 // A GPU that can hold fast slots.
@@ -150,10 +151,9 @@ int32_t spark_store_get_layer_info(const struct spark_store * store, int32_t ind
 int32_t spark_store_set_plan(struct spark_store * store, const struct spark_plan * plan);
 
 // The same while a model is loaded on a device, so that what the model, its contexts and their buffers take can be measured
-// first. Running steps are waited for. staging_bytes: device memory for bringing the experts of large steps ahead of their
-// layer, -1: all they want. OK, INVALID_ARGUMENT and BAD_STATE (nothing changed; also when the model was loaded
+// first. Running steps are waited for. OK, INVALID_ARGUMENT and BAD_STATE (nothing changed; also when the model was loaded
 // with every expert resident), OUT_OF_MEMORY (every expert is read from home until the next call).
-int32_t spark_store_place(struct spark_store * store, const struct spark_plan * plan, int64_t staging_bytes);
+int32_t spark_store_place(struct spark_store * store, const struct spark_plan * plan);
 // The device of the store's fast slots, "" for RAM or no store; valid as long as the store.
 const char * spark_store_get_device(const struct spark_store * store);
 // GPUs by index 0.. in ggml's order. Takes no device memory. OK, INVALID_ARGUMENT (no more, or a build without CUDA).

@@ -16,8 +16,8 @@ using std::chrono::milliseconds;
 constexpr milliseconds POLL_BUSY { 2 };  // about one step
 constexpr milliseconds POLL_IDLE { 50 };
 constexpr size_t MOVES_MAX = 64;         // at once
-// Bytes copied for each byte that steps read from homes. Copies and such reads share PCIe: more would slow down the steps
-// that the copies are for.
+// Bytes copied for each byte of experts that steps have missed. Both share PCIe: more would slow down the steps that the
+// copies are for.
 constexpr double COPIES_PER_READ = 0.5;
 constexpr double CREDIT_MAX      = 256e6; // bytes
 constexpr int32_t STEP_TIMEOUT_MS = 5000; // a step that takes longer has been aborted

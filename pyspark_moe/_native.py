@@ -264,6 +264,7 @@ def _native_plan(ffi: cffi.FFI, lib: Any, plan: ResidencyPlan) -> Iterator[Any]:
     result = ffi.new("struct spark_plan *")
     result.n_layers, result.layers = len(plan.layers), layers
     result.policy, result.seed = getattr(lib, _POLICIES[plan.policy]), plan.seed
+    result.staging_bytes = plan.staging_bytes
     yield result
 
 
@@ -324,15 +325,11 @@ class Store:
         with self._open() as (ffi, lib, handle), _native_plan(ffi, lib, plan) as native_plan:
             check(lib.spark_store_set_plan(handle, native_plan))
 
-    def place(self, plan: ResidencyPlan, staging_bytes: int = -1) -> None:
-        """The same for a model that is loaded, on a device; running steps are waited for.
-
-        staging_bytes  device memory for bringing the experts of large steps ahead of their layer; -1 (default): all they want
-
-        Raises InvalidArgumentError, StateError (nothing changed), OutOfMemoryError (every expert is read from home then).
+    def place(self, plan: ResidencyPlan) -> None:
+        """The same for a model that is loaded, on a device; running steps are waited for. Raises InvalidArgumentError, StateError (nothing changed), OutOfMemoryError (every expert is read from home then).
         """
         with self._open() as (ffi, lib, handle), _native_plan(ffi, lib, plan) as native_plan:
-            check(lib.spark_store_place(handle, native_plan, staging_bytes))
+            check(lib.spark_store_place(handle, native_plan))
 
     @property
     def overrides_address(self) -> int:

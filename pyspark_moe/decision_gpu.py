@@ -44,7 +44,6 @@ class GpuUse:
     limit_bytes: int
     is_promised: bool
     is_settled: bool
-    staging_bytes: int = 0
 
 
 def choose_gpu(gpus: tuple[Gpu, ...], serving: Serving, config: SparkConfig) -> Gpu | None:
@@ -112,7 +111,7 @@ def decide_on_gpu(decision: Decision, serving: Serving, gpu: Gpu, config: SparkC
     plan = placement.make_plan(model.layers, slots, policy=config.policy, seed=config.seed, hotness=hotness, fill=True)
     if use.is_settled:
         terms += _slot_terms(model, slots, staging)
-    return replace(decision, plan=plan, terms=terms, gpu=replace(use, staging_bytes=staging), serving=serving)
+    return replace(decision, plan=replace(plan, staging_bytes=staging), terms=terms, gpu=use, serving=serving)
 
 
 def settle(decision: Decision, config: SparkConfig, used: int, free: int, hotness: Mapping[int, np.ndarray] | None = None, *, is_measured: bool = True) -> Decision:
@@ -134,9 +133,8 @@ def settle(decision: Decision, config: SparkConfig, used: int, free: int, hotnes
         raise BudgetError(_too_small(terms, use, model, least), least if use.is_promised else None)
     slots, staging = _split(model, budget)
     plan = placement.make_plan(model.layers, slots, policy=config.policy, seed=config.seed, hotness=hotness, fill=True)
-    return replace(
-        decision, plan=plan, terms=terms + _slot_terms(model, slots, staging), gpu=replace(use, staging_bytes=staging, is_settled=True)
-    )
+    plan = replace(plan, staging_bytes=staging)
+    return replace(decision, plan=plan, terms=terms + _slot_terms(model, slots, staging), gpu=replace(use, is_settled=True))
 
 
 def estimate(decision: Decision, config: SparkConfig, hotness: Mapping[int, np.ndarray] | None = None) -> Decision:

@@ -199,7 +199,7 @@ class SparkLlama(llama_cpp.Llama):
         self._ctx.kv_cache_clear()
         decision = settle(decision, config, used_bytes(decision.gpu.gpu), device_memory(decision.gpu.gpu.name)[1])
         assert decision.plan is not None and decision.gpu is not None
-        store.place(decision.plan, decision.gpu.staging_bytes)
+        store.place(decision.plan)
         self.spark.decision = decision
 
     def _open_draft(self, draft: str | os.PathLike[str], path: str, draft_tokens: int, kwargs: dict[str, Any]) -> Any:

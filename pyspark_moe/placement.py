@@ -32,11 +32,16 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """What a store is told before its model is loaded. `seed`: of the chaos policy."""
+    """What a store is told before its model is loaded, or on a GPU afterwards.
+
+    seed           of the chaos policy
+    staging_bytes  on a GPU: its memory for bringing experts ahead of their layer; -1 (default): all it is good for
+    """
 
     layers: tuple[LayerPlan, ...]
     policy: str = "frequency"
     seed: int = 0
+    staging_bytes: int = -1
 
     @property
     def n_fast(self) -> int:

@@ -121,7 +121,7 @@ def _gpu_dict(decision: Decision) -> dict[str, Any] | None:
         "description": use.gpu.description,
         "total_bytes": use.gpu.total_bytes,
         "limit_bytes": use.limit_bytes,
-        "staging_bytes": use.staging_bytes,
+        "staging_bytes": decision.plan.staging_bytes,
         "n_ctx": decision.serving.n_ctx,
     }
 

@@ -124,7 +124,7 @@ class Session:
         _, free = device_memory(gpu.name)
         decision = settle(decision, self.config, used_bytes(gpu), free)
         assert decision.plan is not None and decision.gpu is not None
-        store.place(decision.plan, decision.gpu.staging_bytes)
+        store.place(decision.plan)
         for line in slot_lines(decision):
             say(line)
         with self._lock:

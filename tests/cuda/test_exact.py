@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def run_stored(path: Path, fraction: float, policy: str = "frequency", scenario:
                 if place:
                     run_chunks(context, [40, 1], Trace())
                     llama.llama_memory_clear(context.memory, True)
-                    store.place(plan, staging_bytes)
+                    store.place(replace(plan, staging_bytes=staging_bytes))
                     store.reset_stats()
                 trace = scenario(context)
             return trace, store.stats()

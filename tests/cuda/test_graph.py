@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,8 @@ def test_slots_are_placed_again_and_again(models: ModelFolder) -> None:
         store.set_plan(plan_for(store, 0.0, "chaos"))
         with Model(path, store, gpu=True) as model, model.context() as context:
             for round_number in range(12):
-                store.place(plan_for(store, (0.3, 0.0, 0.9, 0.5)[round_number % 4], "chaos", seed=round_number), (0, 64 << 20, 1 << 30)[round_number % 3])
+                plan = plan_for(store, (0.3, 0.0, 0.9, 0.5)[round_number % 4], "chaos", seed=round_number)
+                store.place(replace(plan, staging_bytes=(0, 64 << 20, 1 << 30)[round_number % 3]))
                 llama.llama_memory_clear(context.memory, True)
                 trace = Trace()
                 run_greedy(context, 20, trace, run_chunks(context, [50], trace))

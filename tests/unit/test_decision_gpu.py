@@ -34,7 +34,7 @@ def test_slots_follow_from_measured_use_and_keep_the_sum() -> None:
     d = settle(d, SparkConfig(vram_gib=8), used, CARD.free_bytes - used)
     assert d.gpu is not None and d.gpu.is_settled and d.plan is not None
     assert 7.9 * GIB < d.need_bytes <= 8 * GIB
-    assert d.need_bytes == used + d.fast_bytes + d.gpu.staging_bytes + next(t.n_bytes for t in d.terms if t.name == "reserve")
+    assert d.need_bytes == used + d.fast_bytes + d.plan.staging_bytes + next(t.n_bytes for t in d.terms if t.name == "reserve")
     n = [p.n_fast for p in d.plan.layers]
     assert max(n) - min(n) <= 1 and all(len(p.initial) == p.n_fast for p in d.plan.layers)
     assert any("measured" in line for line in block(d))
@@ -42,7 +42,7 @@ def test_slots_follow_from_measured_use_and_keep_the_sum() -> None:
 
 def test_what_others_use_meanwhile_is_respected() -> None:
     d = settle(on(), SparkConfig(vram_gib=8), 2 * GIB, 3 * GIB)
-    assert d.fast_bytes + d.gpu.staging_bytes < 3 * GIB
+    assert d.fast_bytes + d.plan.staging_bytes < 3 * GIB
 
 
 def test_too_small_before_and_after_loading() -> None:
