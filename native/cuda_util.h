@@ -75,7 +75,6 @@ public:
 
     T * get() const { return data; }
     T & operator[](size_t i) const { return data[i]; }
-    size_t size()  const { return n; }
     size_t bytes() const { return n * sizeof(T); }
 
 private:

@@ -76,8 +76,6 @@ public:
         uint64_t replayed = 0;
     };
     virtual step_counts read_steps() = 0;
-    // Bytes of device memory for tables, counters and staging, beyond the fast slots.
-    virtual size_t overhead_bytes() const = 0;
 
     // Memory of buffers that llama.cpp allocates among the experts (LoRA pairs).
     virtual void * reserve(size_t size) = 0;

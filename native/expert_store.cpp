@@ -170,9 +170,33 @@ bool expert_store::is_loaded() const {
     return n_users > 0;
 }
 
+namespace {
+
+// Lines in the log while experts are read, ten for those that take a while.
+class load_progress {
+public:
+    load_progress(size_t n_total, size_t n_bytes) : n_total(n_total), is_shown(n_bytes > ((size_t) 1 << 30)) {}
+
+    void add(size_t n) {
+        n_done += n;
+        if (is_shown && n_total > 0 && (n_done - n_logged) * 10 >= n_total) {
+            log(log_level::info, "loading experts: %3zu %%", n_done * 100 / n_total);
+            n_logged = n_done;
+        }
+    }
+
+private:
+    const size_t n_total;
+    const bool   is_shown;
+    size_t n_done   = 0;
+    size_t n_logged = 0;
+};
+
+} // namespace
+
 // Homes are in pinned RAM and hold every expert; they come from the file once, the fast slots from them.
 void expert_store::load_device() {
-    size_t n_total = 0, n_done = 0, n_shown = 0;
+    size_t n_total = 0;
     // ggml fuses products where its allocator happens to allow it, which more nodes can change. For quantised experts both ways
     // compute the same; for others they round differently, so their graphs have the same nodes at every residency.
     const bool is_unrouted = policy != SPARK_POLICY_CHAOS &&
@@ -194,6 +218,7 @@ void expert_store::load_device() {
         layer->is_unrouted = is_unrouted;
         layer->stats.reset();
     }
+    load_progress progress(n_total, n_total);
     for (auto & layer : layers) {
         std::vector<read_job> jobs;
         for (int32_t e = 0; e < layer->file.n_expert; e++) {
@@ -204,11 +229,7 @@ void expert_store::load_device() {
         }
         reader.read(jobs);
         check_jobs(*layer, jobs);
-        n_done += layer->file.expert_bytes * layer->file.n_expert;
-        if (n_total > ((size_t) 1 << 30) && (n_done - n_shown) * 10 >= n_total) {
-            log(log_level::info, "loading experts: %3zu %%", n_done * 100 / n_total);
-            n_shown = n_done;
-        }
+        progress.add(layer->file.expert_bytes * layer->file.n_expert);
     }
     device->start();
     device->place();
@@ -224,67 +245,58 @@ void expert_store::check_jobs(const layer_state & layer, const std::vector<read_
 }
 
 void expert_store::load() {
-    if (device) {
-        try {
-            load_device();
-        } catch (...) {
-            unload();
-            throw;
-        }
-        return;
-    }
-    size_t fast_bytes = 0;
-    size_t n_initial  = 0;
-    bool   may_change = false;
     try {
-        for (auto & layer : layers) {
-            for (auto & stack : layer->stacks) {
-                const expert_tensor & t = *stack->tensor;
-                stack->memory = make_stack_memory_cpu({ t.stride, t.n_expert, layer->n_fast, layer->home_slot, file.shards[t.shard].fd, t.offset }, options.lock_fast);
-                stack->hook.stack->data = stack->memory->base();
-                fast_bytes += stack->memory->fast_bytes();
-            }
-            std::lock_guard<std::mutex> lock(layer->mutex);
-            layer->slot_of  .assign(layer->file.n_expert, -1);
-            layer->expert_in.assign(layer->n_fast, layer_state::SLOT_FREE);
-            layer->readers  .assign(layer->n_fast, 0);
-            layer->pinned   .assign(layer->file.n_expert, false);
-            layer->n_resident = 0;
-            layer->has_run    = false;
-            layer->policy     = residency_policy(layer->file.n_expert);
-            layer->stats.reset();
-            for (int32_t i = 0; i < layer->n_pinned; i++) {
-                layer->pinned[layer->initial[i]] = true;
-            }
-            n_initial  += layer->initial.size();
-            may_change |= layer->n_fast > 0 && layer->n_fast < layer->file.n_expert;
-        }
-
-        // Reads go a few layers at a time: enough to keep the disk busy, and progress can be shown.
-        size_t n_done = 0, n_shown = 0;
-        for (auto & layer : layers) {
-            std::vector<read_job> jobs;
-            for (size_t i = 0; i < layer->initial.size(); i++) {
-                add_jobs(*layer, layer->initial[i], (int32_t) i, jobs);
-            }
-            reader.read(jobs);
-            check_jobs(*layer, jobs);
-            std::lock_guard<std::mutex> lock(layer->mutex);
-            for (size_t i = 0; i < layer->initial.size(); i++) {
-                enter_slot(*layer, layer->initial[i], (int32_t) i);
-            }
-            n_done += layer->initial.size();
-            if (n_initial > 0 && fast_bytes > ((size_t) 1 << 30) && (n_done - n_shown) * 10 >= n_initial) {
-                log(log_level::info, "loading experts: %3zu %%", n_done * 100 / n_initial);
-                n_shown = n_done;
-            }
-        }
-        if ((may_change && policy == SPARK_POLICY_FREQUENCY) || policy == SPARK_POLICY_CHAOS) {
-            engine = std::make_shared<swap_engine>(*this);
-        }
+        device ? load_device() : load_ram();
     } catch (...) {
         unload();
         throw;
+    }
+}
+
+void expert_store::load_ram() {
+    size_t fast_bytes = 0;
+    size_t n_initial  = 0;
+    bool   may_change = false;
+    for (auto & layer : layers) {
+        for (auto & stack : layer->stacks) {
+            const expert_tensor & t = *stack->tensor;
+            stack->memory = make_stack_memory_cpu({ t.stride, t.n_expert, layer->n_fast, layer->home_slot, file.shards[t.shard].fd, t.offset }, options.lock_fast);
+            stack->hook.stack->data = stack->memory->base();
+            fast_bytes += stack->memory->fast_bytes();
+        }
+        std::lock_guard<std::mutex> lock(layer->mutex);
+        layer->slot_of  .assign(layer->file.n_expert, -1);
+        layer->expert_in.assign(layer->n_fast, layer_state::SLOT_FREE);
+        layer->readers  .assign(layer->n_fast, 0);
+        layer->pinned   .assign(layer->file.n_expert, false);
+        layer->n_resident = 0;
+        layer->has_run    = false;
+        layer->policy     = residency_policy(layer->file.n_expert);
+        layer->stats.reset();
+        for (int32_t i = 0; i < layer->n_pinned; i++) {
+            layer->pinned[layer->initial[i]] = true;
+        }
+        n_initial  += layer->initial.size();
+        may_change |= layer->n_fast > 0 && layer->n_fast < layer->file.n_expert;
+    }
+
+    // Reads go a few layers at a time: enough to keep the disk busy, and progress can be shown.
+    load_progress progress(n_initial, fast_bytes);
+    for (auto & layer : layers) {
+        std::vector<read_job> jobs;
+        for (size_t i = 0; i < layer->initial.size(); i++) {
+            add_jobs(*layer, layer->initial[i], (int32_t) i, jobs);
+        }
+        reader.read(jobs);
+        check_jobs(*layer, jobs);
+        std::lock_guard<std::mutex> lock(layer->mutex);
+        for (size_t i = 0; i < layer->initial.size(); i++) {
+            enter_slot(*layer, layer->initial[i], (int32_t) i);
+        }
+        progress.add(layer->initial.size());
+    }
+    if ((may_change && policy == SPARK_POLICY_FREQUENCY) || policy == SPARK_POLICY_CHAOS) {
+        engine = std::make_shared<swap_engine>(*this);
     }
 }
 

@@ -156,6 +156,7 @@ public:
 
 private:
     void load();
+    void load_ram();
     void load_device();
     void unload();
     void apply(const spark_plan & plan);

@@ -7,7 +7,7 @@
 
 namespace spark {
 
-prefetch_cuda::prefetch_cuda(residency_cuda & residency) : residency(residency) {
+prefetch_cuda::prefetch_cuda(residency_cuda & residency) : residency(residency), slots(residency) {
     device_guard guard(residency.device.ordinal);
     int32_t n_expert = 0;
     for (const auto & layer : residency.store.layers) {
@@ -30,52 +30,27 @@ prefetch_cuda::~prefetch_cuda() {
 
 void prefetch_cuda::place(size_t budget) {
     device_guard guard(residency.device.ordinal);
-    n_bytes = 0;
-    for (auto & m : memory) {
-        m.clear();
-    }
+    slots.release();
     std::vector<ring_state> host(residency.store.layers.size());
 
-    size_t n_tensors = 0;
-    bool   is_possible = true;
+    bool is_possible = true, has_home = false;
     for (const auto & layer : residency.store.layers) {
-        n_tensors = std::max(n_tensors, layer->stacks.size());
+        has_home    |= layer->n_fast < layer->file.n_expert;
         is_possible &= layer->is_quantized; // see expert_store::load_device
         for (const auto & stack : layer->stacks) {
             is_possible &= stack->tensor->stride % sizeof(uint4) == 0 && layer->stacks.size() <= RING_TENSORS_MAX;
         }
     }
-    std::vector<size_t> sizes(n_tensors, 0);
-    size_t total = 0;
-    for (size_t i = 0; i < n_tensors; i++) {
-        for (const auto & layer : residency.store.layers) {
-            if (i < layer->stacks.size()) {
-                sizes[i] = std::max(sizes[i], residency.memory(*layer, i).shared_bytes(RING_MAX));
-            }
-        }
-        total += 2 * ((sizes[i] + residency.device.page - 1) / residency.device.page * residency.device.page);
-    }
-    const bool has_home = std::any_of(residency.store.layers.begin(), residency.store.layers.end(), [](const auto & l) { return l->n_fast < l->file.n_expert; });
-    if (is_possible && has_home && total <= budget) {
-        for (auto & m : memory) {
-            for (size_t size : sizes) {
-                m.push_back(std::make_shared<physical_memory>(residency.device, size, /*is_host =*/ false));
-                n_bytes += m.back()->size;
-            }
-        }
+    if (is_possible && has_home && slots.bytes_for(RING_MAX) <= budget) {
+        const std::vector<int32_t> first_slots = slots.allocate(RING_MAX);
         for (const auto & layer : residency.store.layers) {
             ring_state & state = host[layer->index];
-            int32_t first = 0;
             for (size_t i = 0; i < layer->stacks.size(); i++) {
-                first = std::max(first, residency.memory(*layer, i).first_shared());
-            }
-            for (size_t i = 0; i < layer->stacks.size(); i++) {
-                residency.memory(*layer, i).map_shared(memory[layer->index % 2][i], first);
-                state.base[i]   = (char *) residency.memory(*layer, i).base();
+                state.base[i]   = layer->stacks[i]->memory->base();
                 state.stride[i] = layer->stacks[i]->tensor->stride;
             }
             state.n_tensors  = (int32_t) layer->stacks.size();
-            state.first_slot = first;
+            state.first_slot = first_slots[layer->index];
             state.home_slot  = layer->home_slot;
             state.n_slots    = RING_MAX;
         }
@@ -85,7 +60,7 @@ void prefetch_cuda::place(size_t budget) {
 
 bool prefetch_cuda::wants(const device_site & site, const device_site & next, int64_t n_used, int64_t n_tokens) const {
     const router_tensors & r = next.router;
-    return n_bytes > 0 && site.context == 0 && n_tokens <= TOKENS_MAX && n_used * n_tokens <= 64 && r.weight && next.layer->n_fast < next.layer->file.n_expert &&
+    return slots.bytes() > 0 && site.context == 0 && n_tokens <= TOKENS_MAX && n_used * n_tokens <= 64 && r.weight && next.layer->n_fast < next.layer->file.n_expert &&
         r.weight->type == GGML_TYPE_F32 && ggml_is_contiguous(r.weight) && r.weight->ne[1] == next.layer->file.n_expert &&
         (!r.bias || (r.bias->type == GGML_TYPE_F32 && r.bias->ne[0] == next.layer->file.n_expert));
 }
@@ -112,12 +87,9 @@ void prefetch_cuda::begin(const device_site & next, const ggml_tensor * input, c
     cudaEventRecord(ready, side);
 }
 
-void prefetch_cuda::join(cudaStream_t stream) {
+const ring_state * prefetch_cuda::join(const layer_state & layer, cudaStream_t stream) {
     cudaStreamWaitEvent(stream, ready, 0);
-}
-
-ring_view prefetch_cuda::ring(const layer_state & layer) const {
-    return { states.get() + layer.index };
+    return states.get() + layer.index;
 }
 
 } // namespace spark

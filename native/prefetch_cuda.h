@@ -6,10 +6,8 @@
 
 #include "device.h"
 #include "route_cuda.h"
-#include "stack_memory_cuda.h"
-
-#include <memory>
-#include <vector>
+#include "cuda_util.h"
+#include "shared_slots_cuda.h"
 
 namespace spark {
 
@@ -23,23 +21,21 @@ public:
 
     // Allocates ring slots for at most `budget` bytes of device memory; no step runs. Behind everything else in the stacks.
     void   place(size_t budget);
-    size_t bytes() const { return n_bytes; }
+    size_t bytes() const { return slots.bytes(); }
 
     // For building graphs: whether a step of this size at `site` should bring experts of `next`.
     bool wants(const device_site & site, const device_site & next, int64_t n_used, int64_t n_tokens) const;
 
     // The step on `stream` has been routed at `site` and reads `input` [n_embd, n_tokens] there: brings experts of `next`.
     void begin(const device_site & next, const struct ggml_tensor * input, cudaStream_t stream);
-    // The stream waits until the experts brought for `layer` are there; they are in ring().
-    void join(cudaStream_t stream);
-    ring_view ring(const layer_state & layer) const;
+    // The stream waits until the experts brought for `layer` are there. Returns where they are.
+    const ring_state * join(const layer_state & layer, cudaStream_t stream);
 
     static constexpr int32_t TOKENS_MAX = 4; // of a step; larger ones miss too many experts for one layer's time
 
 private:
     residency_cuda & residency;
-    size_t  n_bytes = 0;
-    std::vector<std::shared_ptr<physical_memory>> memory[2]; // for even and odd layers, one for each tensor
+    shared_slots_cuda slots;
 
     cuda_array<ring_state> states;  // device, [n_layers]
     cuda_array<float>      scores;  // device, [TOKENS_MAX * n_expert]

@@ -134,24 +134,15 @@ void residency_cuda::place() {
 
     for (const auto & layer : store.layers) {
         for (size_t i = 0; i < layer->initial.size(); i++) {
-            for (const auto & stack : layer->stacks) {
-                char * base = stack->memory->base();
-                const size_t stride = stack->tensor->stride;
-                check(cudaMemcpyAsync(base + slot_for(*layer, i) * stride, base + (size_t) (layer->home_slot + layer->initial[i]) * stride, stride, cudaMemcpyDefault, stream),
-                    "cannot copy an expert to the device");
-            }
+            copy_to_slot(*layer, layer->initial[i], slot_for(*layer, i), stream);
         }
     }
     check(cudaStreamSynchronize(stream), "cannot copy experts to the device");
     for (const auto & layer : store.layers) {
         std::lock_guard<std::mutex> lock(layer->mutex);
         for (size_t i = 0; i < layer->initial.size(); i++) {
-            const int32_t slot = slot_for(*layer, i);
-            layer->slot_of[layer->initial[i]] = slot;
-            layer->expert_in[slot] = layer->initial[i];
-            layer->n_resident++;
+            enter_slot(*layer, layer->initial[i], slot_for(*layer, i));
             layer->stats.promotions++;
-            set_table(*layer, layer->initial[i], slot);
         }
     }
     upload_table(stream);
@@ -160,6 +151,28 @@ void residency_cuda::place() {
 
 void residency_cuda::set_table(const layer_state & layer, int32_t expert, int32_t slot) {
     host_table[offsets[layer.index] + expert] = slot;
+}
+
+void residency_cuda::enter_slot(layer_state & layer, int32_t expert, int32_t slot) {
+    layer.slot_of[expert] = slot;
+    layer.expert_in[slot] = expert;
+    layer.n_resident++;
+    set_table(layer, expert, slot);
+}
+
+void residency_cuda::leave_slot(layer_state & layer, int32_t expert) {
+    layer.slot_of[expert] = -1;
+    layer.n_resident--;
+    set_table(layer, expert, layer.home_slot + expert);
+}
+
+void residency_cuda::copy_to_slot(const layer_state & layer, int32_t expert, int32_t slot, cudaStream_t stream) {
+    for (const auto & stack : layer.stacks) {
+        char * base = stack->memory->base();
+        const size_t stride = stack->tensor->stride;
+        check(cudaMemcpyAsync(base + (size_t) slot * stride, base + (size_t) (layer.home_slot + expert) * stride, stride, cudaMemcpyDefault, stream),
+            "cannot copy an expert to the device");
+    }
 }
 
 void residency_cuda::upload_table(cudaStream_t stream) {
@@ -283,10 +296,6 @@ residency_cuda::step_counts residency_cuda::read_steps() {
     return sum;
 }
 
-size_t residency_cuda::overhead_bytes() const {
-    return table.bytes() + on_device.bytes() + (stager ? stager->bytes() : 0) + (prefetch ? prefetch->bytes() : 0);
-}
-
 // --- nodes ---
 
 static device_site & site_of(const ggml_tensor * node) {
@@ -349,10 +358,9 @@ void residency_cuda::enqueue_route(ggml_tensor * node, void * stream) {
     p.counts   = c.counts + offset;
     p.layer    = c.layers + site.layer->index;
     p.context  = site.is_first ? c.contexts + site.context : nullptr;
-    p.ring     = { nullptr };
+    p.ring     = nullptr;
     if (node->src[2]) { // brought while the layer before was computed
-        self.prefetch->join((cudaStream_t) stream);
-        p.ring = self.prefetch->ring(*site.layer);
+        p.ring = self.prefetch->join(*site.layer, (cudaStream_t) stream);
     }
 
     staged_slots staged;

@@ -40,7 +40,6 @@ public:
     bool wait_idle(int32_t timeout_ms) override;
     void update_stats() override;
     step_counts read_steps() override;
-    size_t overhead_bytes() const override;
 
     void * reserve(size_t size) override;
     void   use(void * base, size_t begin, size_t end) override;
@@ -51,8 +50,12 @@ public:
     // For the swap engine; its stream, its thread or a caller that has stopped it.
     // Sends the table's copy on the host to the device and waits until it is there.
     void upload_table(cudaStream_t stream);
-    // The slot that steps read `expert` from, in the copy; the caller holds the layer's lock.
-    void set_table(const layer_state & layer, int32_t expert, int32_t slot);
+    // An expert enters a slot that holds it, or leaves its slot and is read from home; in the layer and in the table's copy on the
+    // host. The caller holds the layer's lock; steps see it after upload_table.
+    void enter_slot(layer_state & layer, int32_t expert, int32_t slot);
+    void leave_slot(layer_state & layer, int32_t expert);
+    // Enqueues the copy of an expert from its home into a slot.
+    void copy_to_slot(const layer_state & layer, int32_t expert, int32_t slot, cudaStream_t stream);
     // Waits until every step that had started when this was called has finished; false after timeout_ms.
     bool wait_for_steps(cudaStream_t stream, int32_t timeout_ms);
     struct reads {
@@ -73,11 +76,11 @@ public:
     const cuda_device device;
 
 private:
+    void set_table(const layer_state & layer, int32_t expert, int32_t slot);
     static void enqueue_route(ggml_tensor * node, void * stream);
     static void enqueue_finish(ggml_tensor * node, void * stream);
     static bool is_route_capturable(const ggml_tensor * node);
     static bool is_always_capturable(const ggml_tensor * node);
-    void free_other(void * base);
 
     const ggml_backend_dev_t backend;
     std::vector<size_t> offsets; // [n_layers] of a layer's experts in tables and counts

@@ -42,8 +42,8 @@ static __global__ void route_one(const route_params p) {
         const int32_t expert = *(const int32_t *) (p.ids + threadIdx.x * p.nb0);
         int32_t slot = read_slot(p.table, expert);
         is_home = is_miss = slot >= p.home_slot;
-        if (is_miss && p.ring.state) {
-            const int32_t ringed = find_in_ring(p.ring.state, expert);
+        if (is_miss && p.ring) {
+            const int32_t ringed = find_in_ring(p.ring, expert);
             if (ringed >= 0) {
                 slot    = ringed;
                 is_home = false;
@@ -94,7 +94,7 @@ static __device__ void route_block(const route_params & p, const int16_t * stage
             atomicAdd(&sum.uses, n_uses);
             if (slot >= p.home_slot) {
                 atomicAdd(&sum.misses, n_uses);
-                const int32_t ahead = staged ? staged[e] : p.ring.state ? find_in_ring(p.ring.state, e) : -1;
+                const int32_t ahead = staged ? staged[e] : p.ring ? find_in_ring(p.ring, e) : -1;
                 if (ahead >= 0) {
                     slot = ahead;
                     atomicAdd(&sum.staged, 1u);

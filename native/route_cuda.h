@@ -45,10 +45,6 @@ struct ring_state {
     int32_t expert[RING_MAX]; // [n_experts]
 };
 
-struct ring_view {
-    const ring_state * state; // device, or NULL
-};
-
 struct route_params {
     const char * ids;    // I32 [n_used, n_tokens] at byte strides nb0, nb1
     int64_t nb0, nb1;
@@ -61,7 +57,7 @@ struct route_params {
     uint32_t       * counts; // [n_expert] uses of each expert, or NULL
     layer_counters * layer;
     context_counters * context; // NULL, or: this node begins a step
-    ring_view ring;      // experts brought ahead for this layer
+    const ring_state * ring; // experts brought ahead for this layer, or NULL
 };
 
 // What guesses the experts of the next layer from this layer's input.

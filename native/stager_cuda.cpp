@@ -10,7 +10,7 @@ namespace spark {
 // A step with this many selections for each expert of a layer uses nearly all of them.
 static constexpr int64_t IDS_PER_EXPERT = 4;
 
-stager_cuda::stager_cuda(residency_cuda & residency) : residency(residency) {
+stager_cuda::stager_cuda(residency_cuda & residency) : residency(residency), slots(residency) {
     device_guard guard(residency.device.ordinal);
     check(cudaEventCreateWithFlags(&reached, cudaEventDisableTiming), "cannot create an event");
     check(cudaEventCreateWithFlags(&left,    cudaEventDisableTiming), "cannot create an event");
@@ -33,68 +33,32 @@ stager_cuda::~stager_cuda() {
 void stager_cuda::place(size_t budget) {
     device_guard guard(residency.device.ordinal);
     std::lock_guard<std::mutex> lock(mutex);
+    slots.release();
     for (buffer & b : buffers) {
-        b.memory.clear();
         b.layer = -1;
     }
-    n_bytes = 0;
-    owner   = -1;
+    owner = -1;
     first_slots.clear();
 
     int32_t wanted = 0;
-    size_t  n_tensors = 0;
     for (const auto & layer : residency.store.layers) {
-        wanted    = std::max(wanted, layer->file.n_expert - layer->n_fast);
-        n_tensors = std::max(n_tensors, layer->stacks.size());
+        wanted = std::max(wanted, layer->file.n_expert - layer->n_fast);
         if (layer->file.n_expert > STAGED_MAX || layer->home_slot > INT16_MAX) {
             wanted = 0;
             break;
         }
     }
-    // sizes that serve every layer: tensor i of a layer uses memory i
-    const auto sizes_for = [&](int32_t n) {
-        std::vector<size_t> sizes(n_tensors, 0);
-        for (const auto & layer : residency.store.layers) {
-            for (size_t i = 0; i < layer->stacks.size(); i++) {
-                sizes[i] = std::max(sizes[i], residency.memory(*layer, i).shared_bytes(n));
-            }
-        }
-        return sizes;
-    };
-    const auto total_for = [&](int32_t n) {
-        size_t total = 0;
-        for (size_t size : sizes_for(n)) {
-            total += 2 * ((size + residency.device.page - 1) / residency.device.page * residency.device.page);
-        }
-        return total;
-    };
     capacity = 0;
     for (int32_t low = 0, high = wanted; low < high;) { // the most that fits
         const int32_t middle = (low + high + 1) / 2;
-        if (total_for(middle) <= budget) {
+        if (slots.bytes_for(middle) <= budget) {
             capacity = low = middle;
         } else {
             high = middle - 1;
         }
     }
-    if (capacity == 0) {
-        return;
-    }
-    for (buffer & b : buffers) {
-        for (size_t size : sizes_for(capacity)) {
-            b.memory.push_back(std::make_shared<physical_memory>(residency.device, size, /*is_host =*/ false));
-            n_bytes += b.memory.back()->size;
-        }
-    }
-    for (const auto & layer : residency.store.layers) {
-        int32_t first = 0;
-        for (size_t i = 0; i < layer->stacks.size(); i++) {
-            first = std::max(first, residency.memory(*layer, i).first_shared());
-        }
-        first_slots.push_back(first);
-        for (size_t i = 0; i < layer->stacks.size(); i++) {
-            residency.memory(*layer, i).map_shared(buffers[layer->index % 2].memory[i], first);
-        }
+    if (capacity > 0) {
+        first_slots = slots.allocate(capacity);
     }
 }
 

@@ -4,9 +4,8 @@
 #pragma once
 
 #include "route_cuda.h"
-#include "stack_memory_cuda.h"
+#include "shared_slots_cuda.h"
 
-#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -22,8 +21,6 @@ public:
 
     // Allocates staging for at most `budget` bytes of device memory, less when less is needed; no step runs.
     void place(size_t budget);
-    size_t bytes() const { return n_bytes; }
-
     // True when a step of this size should be staged: it uses about every expert.
     bool wants(const layer_state & layer, int64_t n_ids) const;
     // The step on `stream` has come to `layer`: its staged experts are there when the stream goes on, and the next
@@ -36,7 +33,6 @@ public:
 
 private:
     struct buffer {
-        std::vector<std::shared_ptr<physical_memory>> memory; // one for each tensor of a layer
         int32_t      layer = -1; // whose experts are in it
         staged_slots slots;
         cudaEvent_t  ready = nullptr;
@@ -44,11 +40,11 @@ private:
     void stage(layer_state & layer, buffer & target);
 
     residency_cuda & residency;
+    shared_slots_cuda slots;
     std::mutex mutex;
     buffer  buffers[2];
     std::vector<int32_t> first_slots; // [n_layers]
     int32_t capacity  = 0;            // experts of a layer
-    size_t  n_bytes   = 0;
     int32_t owner     = -1;           // context whose step is being enqueued
     bool    has_run   = false;
     cudaEvent_t  reached = nullptr;   // the stream has come to the layer

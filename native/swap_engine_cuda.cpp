@@ -165,9 +165,7 @@ void swap_engine_cuda::choose(std::vector<move> & moves) {
             credit  -= (double) layer.file.expert_bytes;
             m.victim = victims[0];
             m.slot   = layer.slot_of[m.victim];
-            layer.slot_of[m.victim] = -1;
-            residency.set_table(layer, m.victim, layer.home_slot + m.victim);
-            layer.n_resident--;
+            residency.leave_slot(layer, m.victim);
         }
         layer.expert_in[m.slot] = layer_state::SLOT_BUSY;
         moves.push_back(m);
@@ -190,9 +188,7 @@ void swap_engine_cuda::choose_at_random(std::vector<move> & moves) {
             continue;
         }
         if (victim >= 0) {
-            layer.slot_of[victim] = -1;
-            residency.set_table(layer, victim, layer.home_slot + victim);
-            layer.n_resident--;
+            residency.leave_slot(layer, victim);
         }
         layer.expert_in[slot] = layer_state::SLOT_BUSY;
         moves.push_back({ &layer, expert, slot, victim >= 0 ? victim : -1 });
@@ -208,34 +204,25 @@ void swap_engine_cuda::perform(const std::vector<move> & moves) {
     if (!residency.wait_for_steps(stream, STEP_TIMEOUT_MS)) {
         for (const move & m : moves) {
             std::lock_guard<std::mutex> lock(m.layer->mutex);
-            m.layer->expert_in[m.slot] = m.victim >= 0 ? m.victim : (int32_t) layer_state::SLOT_FREE;
             if (m.victim >= 0) {
-                m.layer->slot_of[m.victim] = m.slot;
-                residency.set_table(*m.layer, m.victim, m.slot);
-                m.layer->n_resident++;
+                residency.enter_slot(*m.layer, m.victim, m.slot);
+            } else {
+                m.layer->expert_in[m.slot] = layer_state::SLOT_FREE;
             }
         }
         residency.upload_table(stream);
         return;
     }
     for (const move & m : moves) {
-        for (const auto & stack : m.layer->stacks) {
-            char * base = stack->memory->base();
-            const size_t stride = stack->tensor->stride;
-            check(cudaMemcpyAsync(base + (size_t) m.slot * stride, base + (size_t) (m.layer->home_slot + m.expert) * stride, stride, cudaMemcpyDefault, stream),
-                "cannot copy an expert to the device");
-        }
+        residency.copy_to_slot(*m.layer, m.expert, m.slot, stream);
     }
     check(cudaStreamSynchronize(stream), "cannot copy experts to the device");
     for (const move & m : moves) {
         std::lock_guard<std::mutex> lock(m.layer->mutex);
-        m.layer->slot_of[m.expert]  = m.slot;
-        m.layer->expert_in[m.slot]  = m.expert;
-        m.layer->n_resident++;
+        residency.enter_slot(*m.layer, m.expert, m.slot);
         m.layer->stats.promotions++;
         m.layer->stats.evictions  += m.victim >= 0;
         m.layer->stats.bytes_read += m.layer->file.expert_bytes;
-        residency.set_table(*m.layer, m.expert, m.slot);
     }
     residency.upload_table(stream);
 }
