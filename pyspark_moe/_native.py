@@ -326,8 +326,8 @@ class Store:
             check(lib.spark_store_set_plan(handle, native_plan))
 
     def place(self, plan: ResidencyPlan) -> None:
-        """The same for a model that is loaded, on a device; running steps are waited for. Raises InvalidArgumentError, StateError (nothing changed), OutOfMemoryError (every expert is read from home then).
-        """
+        """The same for a model that is loaded, on a device; running steps are waited for. Raises InvalidArgumentError, StateError
+        (nothing changed), OutOfMemoryError (every expert is read from home then)."""
         with self._open() as (ffi, lib, handle), _native_plan(ffi, lib, plan) as native_plan:
             check(lib.spark_store_place(handle, native_plan))
 

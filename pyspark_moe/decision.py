@@ -6,7 +6,7 @@ printed, what /props says and what is loaded cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -116,27 +116,33 @@ def decide(
                 "Remove --spark-ram, --spark-vram or --spark-slots, or use a mixture-of-experts model."
             )
         return off(f"'{model.path.name}' is a dense model ({model.architecture}): nothing to do")
+    is_auto = config.mode == "auto" and not config.has_budget
     if has_overrides:
-        if config.mode == "auto" and not config.has_budget:
+        if is_auto:
             return off("you placed tensors yourself (-ot, --cpu-moe or --n-cpu-moe)")
         raise ConfigError(
             "--spark places the experts, and so do -ot, --override-tensor, --cpu-moe and --n-cpu-moe: remove those, or use --no-spark."
         )
-    if gpu is not None:
-        return _decide_with_gpu(model, machine, gpu, config, settle_context_on_gpu(model, asked, gpu, config), hotness, off)
-    everything = model.tensor_bytes + total_bytes(base_terms(model, serving)[1:])
-    if config.mode == "auto" and not config.has_budget:
-        if everything <= machine.available_bytes:
+    on_gpu = settle_context_on_gpu(model, asked, gpu, config) if gpu is not None else serving
+    if is_auto:
+        everything = model.tensor_bytes + total_bytes(base_terms(model, serving)[1:])
+        if gpu is not None and fits(model, on_gpu, gpu, config):
+            return off(f"the model fits {gpu.name}, {format_bytes(gpu.free_bytes)} free (--spark turns residency on regardless)")
+        if gpu is None and everything <= machine.available_bytes:
             return off(
                 f"the model fits: it needs {format_bytes(everything)} of the {format_bytes(machine.available_bytes)} available "
                 "(--spark turns residency on regardless)"
             )
-        try:
-            return _decide_on(model, machine, config, serving, hotness, "the model does not fit the memory available")
-        except (BudgetError, MachineMemoryError) as e:
-            return off("the model does not fit, but residency would not either", (str(e),))
-    why = "--spark" if config.mode == "on" else "a budget was given"
-    return _decide_on(model, machine, config, serving, hotness, why)
+    try:
+        if gpu is not None:
+            on = Decision(config.mode, True, _why_on_gpu(gpu, config, is_auto), model, machine)
+            return decide_on_gpu(on, on_gpu, gpu, config, hotness)
+        why = "the model does not fit the memory available" if is_auto else "--spark" if config.mode == "on" else "a budget was given"
+        return _decide_on(model, machine, config, serving, hotness, why)
+    except (BudgetError, MachineMemoryError) as e:
+        if not is_auto:
+            raise
+        return off("the model does not fit, but residency would not either", (str(e),))
 
 
 def check_budgets(config: SparkConfig, machine: MachineMemory, has_cuda: bool = False, cuda_reason: str = "") -> None:
@@ -152,31 +158,12 @@ def check_budgets(config: SparkConfig, machine: MachineMemory, has_cuda: bool = 
         raise BudgetError(f"--spark-ram {config.ram_gib:g} is more than this machine has: {format_bytes(machine.total_bytes)}{limit}. Give less.")
 
 
-def _decide_with_gpu(
-    model: ModelInfo,
-    machine: MachineMemory,
-    gpu: Gpu,
-    config: SparkConfig,
-    serving: Serving,
-    hotness: Mapping[int, np.ndarray] | None,
-    off: Callable[..., Decision],
-) -> Decision:
-    is_auto = config.mode == "auto" and not config.has_budget
-    if is_auto and fits(model, serving, gpu, config):
-        return off(f"the model fits {gpu.name}, {format_bytes(gpu.free_bytes)} free (--spark turns residency on regardless)")
+def _why_on_gpu(gpu: Gpu, config: SparkConfig, is_auto: bool) -> str:
     if is_auto:
-        why = f"the model does not fit the memory of {gpu.name}"
-    elif config.slots is not None:
-        why = f"--spark-slots {config.slots}"
-    else:
-        why = f"--spark-vram {config.vram_gib:g}" if config.vram_gib is not None else "--spark; the budget is the GPU's free memory"
-    on = Decision(config.mode, True, why, model, machine)
-    try:
-        return decide_on_gpu(on, serving, gpu, config, hotness)
-    except (BudgetError, MachineMemoryError) as e:
-        if not is_auto:
-            raise
-        return off("the model does not fit, but residency would not either", (str(e),))
+        return f"the model does not fit the memory of {gpu.name}"
+    if config.slots is not None:
+        return f"--spark-slots {config.slots}"
+    return f"--spark-vram {config.vram_gib:g}" if config.vram_gib is not None else "--spark; the budget is the GPU's free memory"
 
 
 def _decide_on(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,27 +21,29 @@ class Gpu:
 
 
 def _nvml() -> ModuleType | None:
-    """NVIDIA's management library, initialised; None where there is none."""
+    """NVIDIA's management library, initialised; None where there is none. What it would tell is then measured otherwise."""
     try:
         import pynvml
-
+    except ImportError:
+        return None
+    try:
         pynvml.nvmlInit()
-    except Exception:  # no package, no driver, or a driver that refuses: what it would tell is then measured otherwise
+    except pynvml.NVMLError:  # no driver, or one that refuses
         return None
     return pynvml
+
+
+def _handles(nvml: ModuleType) -> dict[str, Any]:
+    """NVML's handle of each GPU by bus id."""
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    return {_bus(nvml.nvmlDeviceGetPciInfo(handle).busId): handle for handle in handles}
 
 
 @functools.cache
 def _used_at_start() -> dict[str, int]:
     """Bytes in use on each GPU by bus id, before this process used any; empty without NVML. Read once, so call it early."""
     nvml = _nvml()
-    if nvml is None:
-        return {}
-    used = {}
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        used[_bus(nvml.nvmlDeviceGetPciInfo(handle).busId)] = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
-    return used
+    return {bus: int(nvml.nvmlDeviceGetMemoryInfo(handle).used) for bus, handle in _handles(nvml).items()} if nvml else {}
 
 
 def _bus(value: str | bytes) -> str:
@@ -52,43 +53,30 @@ def _bus(value: str | bytes) -> str:
     return f"{int(domain, 16):x}:{rest}".lower()
 
 
-def read_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that ggml sees, in its order; () for a build without CUDA. Makes this process's context on each. Raises
-    BuildError, InternalError."""
+def read_gpus(n_gpu_layers: int = -1) -> tuple[Gpu, ...]:
+    """The GPUs that ggml sees, in its order; () for a build without CUDA, and when no layer goes there (0). Makes this
+    process's context on each. Raises BuildError, InternalError."""
     from . import _native  # not at the top: this module is a leaf for everything that only describes a GPU
 
-    if not _native.build_info().get("cuda_enabled"):
+    if n_gpu_layers == 0 or not _native.build_info().get("cuda_enabled"):
         return ()
     _used_at_start()
     return tuple(Gpu(d.name, d.description, d.pci_bus_id, *_native.device_memory(d.name)) for d in _native.devices())
 
 
-def used_bytes(gpu: Gpu, read_memory: Callable[[str], tuple[int, int]] | None = None) -> int:
+def used_bytes(gpu: Gpu) -> int:
     """Bytes of the GPU's memory that this process uses now.
 
     NVML tells it per process; where it does not know this process (containers), the growth of the GPU's use since start
     stands for it, and without NVML the growth of CUDA's figure since `gpu` was read, without the context.
     """
-    nvml = _nvml()
-    if nvml is not None:
-        handle = _handle(nvml, gpu)
-        if handle is not None:
-            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-                if process.pid == os.getpid() and process.usedGpuMemory:
-                    return int(process.usedGpuMemory)
-            now = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
-            return max(0, now - _used_at_start().get(_bus(gpu.pci_bus_id), 0))
-    if read_memory is None:
-        from . import _native
+    bus, nvml = _bus(gpu.pci_bus_id), _nvml()
+    handle = _handles(nvml).get(bus) if nvml else None
+    if nvml is not None and handle is not None:
+        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid() and process.usedGpuMemory:
+                return int(process.usedGpuMemory)
+        return max(0, int(nvml.nvmlDeviceGetMemoryInfo(handle).used) - _used_at_start().get(bus, 0))
+    from . import _native
 
-        read_memory = _native.device_memory
-    total, free = read_memory(gpu.name)
-    return max(0, gpu.free_bytes - free)
-
-
-def _handle(nvml: ModuleType, gpu: Gpu) -> Any:
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        if _bus(nvml.nvmlDeviceGetPciInfo(handle).busId) == _bus(gpu.pci_bus_id):
-            return handle
-    return None
+    return max(0, gpu.free_bytes - _native.device_memory(gpu.name)[1])

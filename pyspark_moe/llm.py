@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 import gguf
 import numpy as np
 
-from ._native import Stats, Store, build_info, device_memory, prepare_llama_cpp
+from ._native import Stats, Store, build_info, prepare_llama_cpp
 from .budget import Serving
 from .config import SparkConfig
 from .decision import Decision, decide
-from .decision_gpu import settle
 from .errors import ConfigError, ModelLoadError, SparkError, StateError
-from .gpu import read_gpus, used_bytes
+from .gpu import read_gpus
 from .load_log import LoadLog
 from .memory import read_machine_memory
 from .model_info import read_model_info
+from .residency import needs_placing, open_store, place
 
 llama_cpp = prepare_llama_cpp()
 T = TypeVar("T")
@@ -168,9 +168,8 @@ class SparkLlama(llama_cpp.Llama):
             cache_type_k=_cache_type(kwargs.get("type_k")),
             cache_type_v=_cache_type(kwargs.get("type_v")),
             n_gpu_layers=kwargs.get("n_gpu_layers", 0),
+            device=f"CUDA{kwargs.get('main_gpu', 0)}",
         )
-        gpus = read_gpus() if serving.n_gpu_layers != 0 else ()
-        main_gpu = kwargs.get("main_gpu", 0)
         decision = decide(
             read_model_info(path),
             read_machine_memory(),
@@ -178,29 +177,23 @@ class SparkLlama(llama_cpp.Llama):
             serving,
             has_cuda=bool(info.get("cuda_enabled")),
             cuda_reason=str(info.get("cuda", "")),
-            gpus=gpus[main_gpu : main_gpu + 1] or gpus,
+            gpus=read_gpus(serving.n_gpu_layers),
         )
-        if decision.plan is not None:
-            device = decision.gpu.gpu.name if decision.gpu else ""
-            self._store = Store(path, io_threads=config.io_threads, direct_io=config.direct_io, lock_fast=config.lock_fast, device=device)
-            self._store.set_plan(decision.plan)
-            if decision.gpu is not None and not serving.n_ctx:
-                kwargs["n_ctx"] = decision.serving.n_ctx
+        self._store = open_store(path, decision, config)
+        if decision.gpu is not None and not serving.n_ctx:
+            kwargs["n_ctx"] = decision.serving.n_ctx
         return Residency(decision, self._store, decision.why)
 
     def _place(self, config: SparkConfig) -> None:
         """Gives the fast slots what the model and its context left of the GPU."""
         decision, store = self.spark.decision, self._store
-        if store is None or decision is None or decision.gpu is None or decision.gpu.is_settled:
+        if store is None or decision is None or not needs_placing(decision):
             return
         # a full micro-batch first, so that backends have allocated what they allocate at first use
         self.eval([(31 * i) % self.n_vocab() for i in range(max(1, min(self.n_batch, self.n_ctx() - 1)))])
         self.reset()
         self._ctx.kv_cache_clear()
-        decision = settle(decision, config, used_bytes(decision.gpu.gpu), device_memory(decision.gpu.gpu.name)[1])
-        assert decision.plan is not None and decision.gpu is not None
-        store.place(decision.plan)
-        self.spark.decision = decision
+        self.spark.decision = place(store, decision, config)
 
     def _open_draft(self, draft: str | os.PathLike[str], path: str, draft_tokens: int, kwargs: dict[str, Any]) -> Any:
         from .speculative import open_draft

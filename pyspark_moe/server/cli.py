@@ -186,7 +186,7 @@ def _print_plan(config: SparkConfig, arguments: LlamaArguments, cuda: tuple[bool
         has_cuda=cuda[0],
         cuda_reason=cuda[1],
         has_overrides=has_overrides(arguments.args),
-        gpus=read_gpus() if serving.n_gpu_layers != 0 else (),
+        gpus=read_gpus(serving.n_gpu_layers),
     )
     for line in block(estimate(decision, config)):
         click.echo(f"{PREFIX} {line}")

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._native import Store, device_memory
+from .._native import Store
 from ..budget import Serving, format_bytes
 from ..config import SparkConfig
 from ..decision import Decision, decide
-from ..decision_gpu import settle
 from ..errors import ModelFileError
-from ..gpu import Gpu, read_gpus, used_bytes
+from ..gpu import read_gpus
 from ..memory import MachineMemory, read_machine_memory
 from ..model_info import read_model_info
+from ..residency import needs_placing, open_store, place
 from .report import PREFIX, as_dict, block, budget_dict, slot_lines
 
 ROUTES = ("/spark/stats", "/spark/budget")
@@ -60,12 +60,10 @@ class Session:
         config: SparkConfig,
         cuda: tuple[bool, str] = (False, ""),
         read_memory: Callable[[], MachineMemory] = read_machine_memory,
-        read_gpus: Callable[[], tuple[Gpu, ...]] = read_gpus,
     ) -> None:
         self.config = config
         self._cuda = cuda
         self._read_memory = read_memory
-        self._read_gpus = read_gpus
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._decision: Decision | None = None
@@ -91,18 +89,9 @@ class Session:
             has_cuda=self._cuda[0],
             cuda_reason=self._cuda[1],
             has_overrides=loading.has_overrides,
-            gpus=self._read_gpus() if loading.serving.n_gpu_layers != 0 else (),
+            gpus=read_gpus(loading.serving.n_gpu_layers),
         )
-        store = None
-        if decision.is_on and decision.plan is not None:
-            config = self.config
-            device = decision.gpu.gpu.name if decision.gpu else ""
-            store = Store(loading.path, io_threads=config.io_threads, direct_io=config.direct_io, lock_fast=config.lock_fast, device=device)
-            try:
-                store.set_plan(decision.plan)
-            except BaseException:
-                store.close()
-                raise
+        store = open_store(loading.path, decision, self.config)
         for line in block(decision):
             say(line)
         self._replace(store, decision)
@@ -118,13 +107,9 @@ class Session:
         """Everything but fast slots is on the GPU: gives the slots what is left. Raises SparkError."""
         with self._lock:
             store, decision = self._store, self._decision
-        if store is None or decision is None or decision.gpu is None or decision.gpu.is_settled:
+        if store is None or decision is None or not needs_placing(decision):
             return
-        gpu = decision.gpu.gpu
-        _, free = device_memory(gpu.name)
-        decision = settle(decision, self.config, used_bytes(gpu), free)
-        assert decision.plan is not None and decision.gpu is not None
-        store.place(decision.plan)
+        decision = place(store, decision, self.config)
         for line in slot_lines(decision):
             say(line)
         with self._lock:
