@@ -28,7 +28,7 @@ from pathlib import Path
 from upstream_source import default_cache, locked
 
 ROOT = Path(__file__).resolve().parent.parent
-# Driver entry points beyond those found in the sources: what the CUDA runtime library itself does not link.
+# What may be a call of the driver; those that cuda.h does not declare are left out.
 DRIVER_CALL = re.compile(r"\b(cu[A-Z][A-Za-z0-9]*(?:_v[0-9]+)?)\s*\(")
 NOT_DRIVER = ("cuComplex", "cuCreal", "cuCimag")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from exactness import Scenario, assert_adapter_matters, damage, each_alone, mix, references, run_adapter, shifted  # noqa: F401
 from pyspark_moe._native import Stats, Store
-from runner import Context, Model, Trace, llama, plan_for, run_chunks, run_greedy, run_parallel
+from runner import Context, Model, Trace, llama, plan_for, run_chunks, run_greedy
 from synthetic import TINY, ModelFolder, models  # noqa: F401
 
 pytestmark = pytest.mark.cuda
@@ -22,32 +22,19 @@ BATCHES = (*range(1, 17), 31, 32, 33, 128, 511, 512, 513, 1024, 2048)
 
 def mixed(context: Context) -> Trace:
     """Prompt chunks of many sizes, then single tokens, then eight sequences side by side."""
-    trace = Trace()
-    position = run_chunks(context, SIZES, trace)
-    run_greedy(context, 32, trace, position)
-    llama.llama_memory_clear(context.memory, True)
-    run_parallel(context, 8, 16, trace)
-    assert trace.is_sane()
-    return trace
+    return mix(context, SIZES, 32, 8, 16)
 
 
-def batches(context: Context) -> Trace:
-    """One prompt of each size, from an empty context each time."""
-    trace = Trace()
-    for size in BATCHES:
-        llama.llama_memory_clear(context.memory, True)
-        run_chunks(context, [size], trace, seed=size)
-    assert trace.is_sane()
-    return trace
+batches = each_alone(BATCHES)
 
 
-def run_plain(path: Path, scenario: Callable[[Context], Trace] = mixed, **settings: object) -> Trace:
+def run_plain(path: Path, scenario: Scenario = mixed, **settings: object) -> Trace:
     """llama.cpp alone, everything on the GPU."""
     with Model(path, gpu=True) as model, model.context(n_seq_max=8, **settings) as context:
         return scenario(context)
 
 
-def run_stored(path: Path, fraction: float, policy: str = "frequency", scenario: Callable[[Context], Trace] = mixed, *,
+def run_stored(path: Path, fraction: float, policy: str = "frequency", scenario: Scenario = mixed, *,
                initial: str = "first", place: bool = False, staging_bytes: int = -1, **settings: object) -> tuple[Trace, Stats]:
     """The scenario with `fraction` of the experts fast, and the counters at its end. place: slots after loading."""
     with Store(path, device="CUDA0") as store:
@@ -64,13 +51,7 @@ def run_stored(path: Path, fraction: float, policy: str = "frequency", scenario:
             return trace, store.stats()
 
 
-@pytest.fixture(scope="session")
-def references() -> dict[object, Trace]:
-    """All-resident traces by model and scenario, made at first use."""
-    return {}
-
-
-def reference(cache: dict[object, Trace], path: Path, scenario: Callable[[Context], Trace] = mixed, **settings: object) -> Trace:
+def reference(cache: dict[object, Trace], path: Path, scenario: Scenario = mixed, **settings: object) -> Trace:
     key = (path, scenario, *settings.items())
     if key not in cache:
         cache[key], stats = run_stored(path, 1.0, scenario=scenario, **settings)
@@ -132,19 +113,10 @@ def test_lora_on_experts(preset: str, models: ModelFolder) -> None:
     def run(fraction: float, policy: str) -> Trace:
         with Store(path, device="CUDA0") as store:
             store.set_plan(plan_for(store, fraction, policy, seed=5))
-            with Model(path, store, gpu=True) as model:
-                adapter = model.adapter(adapter_path)
-                with model.context(n_seq_max=4) as context:
-                    trace = Trace()
-                    for i, scale in enumerate((0.0, 1.0, 0.25)):  # 0: without the adapter
-                        llama.llama_memory_clear(context.memory, True)
-                        context.set_adapter(adapter if scale else None, scale)
-                        run_greedy(context, 8, trace, run_chunks(context, [5, 100], trace, seed=1))
-                    return trace
+            return run_adapter(path, adapter_path, store, gpu=True)
 
     plain = run(1.0, "static")
-    steps = len(plain.logits) // 3
-    assert not (plain.logits[0] == plain.logits[steps]).all(), "the adapter changes nothing, so nothing is tested"
+    assert_adapter_matters(plain)
     for fraction, policy in ((0.3, "frequency"), (0.3, "chaos"), (0.0, "static")):
         plain.assert_same(run(fraction, policy))
 
@@ -153,7 +125,7 @@ def test_two_contexts_at_once(models: ModelFolder) -> None:
     """Two threads, two contexts of one model, experts moving all the time: slots are not filled under either."""
     path = models.get("demo")
 
-    def scenario(seed: int) -> Callable[[Context], Trace]:
+    def scenario(seed: int) -> Scenario:
         def run(context: Context) -> Trace:
             trace = Trace()
             run_greedy(context, 200, trace, run_chunks(context, [30, 600], trace, seed=seed))
@@ -183,35 +155,16 @@ def test_two_contexts_at_once(models: ModelFolder) -> None:
 
 
 def test_context_shift(models: ModelFolder) -> None:
-    def scenario(context: Context) -> Trace:
-        assert context.can_shift
-        trace = Trace()
-        position = run_chunks(context, [200, 40], trace)
-        position = run_greedy(context, 6, trace, position)
-        context.shift(20, 120, 100)
-        run_greedy(context, 12, trace, position - 100)
-        return trace
-
     path = models.get("demo")
-    all_fast, _ = run_stored(path, 1.0, scenario=scenario)
-    trace, _ = run_stored(path, 0.3, "chaos", scenario)
+    all_fast, _ = run_stored(path, 1.0, scenario=shifted)
+    trace, _ = run_stored(path, 0.3, "chaos", shifted)
     all_fast.assert_same(trace)
 
 
 def test_a_wrong_expert_is_noticed(models: ModelFolder, tmp_path: Path, references: dict[object, Trace]) -> None:
     """The negative control: one damaged expert changes the trace, so equal traces mean something."""
-    import gguf
-
     path = models.get("qwen3moe")
-    damaged = tmp_path / "damaged.gguf"
-    damaged.write_bytes(path.read_bytes())
-    tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ffn_down_exps.weight")
-    with damaged.open("r+b") as file:
-        for expert in range(16):
-            file.seek(int(tensor.data_offset) + expert * tensor.n_bytes // 16 + 40)
-            byte = file.read(1)[0]
-            file.seek(-1, 1)
-            file.write(bytes([byte ^ 0xFF]))
+    damaged = damage(path, tmp_path / "damaged.gguf", 16, range(16))
     trace, _ = run_stored(damaged, 0.3)
     with pytest.raises(AssertionError, match="rows differ"):
         reference(references, path).assert_same(trace)

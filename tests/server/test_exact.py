@@ -6,12 +6,12 @@ not repack weights. Each run decodes the same chunks; see runner.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from exactness import Scenario, assert_adapter_matters, damage, each_alone, mix, references, run_adapter, shifted  # noqa: F401
 from pyspark_moe._native import Stats, Store
-from runner import Context, Model, Trace, llama, plan_for, run_chunks, run_greedy, run_parallel
+from runner import Context, Model, Trace, llama, plan_for
 from synthetic import TINY, ModelFolder, models  # noqa: F401
 
 MODELS = ("demo", *TINY)
@@ -20,23 +20,17 @@ SIZES = (1, 2, 3, 7, 17, 64, 200)
 
 
 def mixed(context: Context) -> Trace:
-    """Prompt chunks of many sizes, then four sequences side by side, then single tokens."""
-    trace = Trace()
-    position = run_chunks(context, SIZES, trace)
-    run_greedy(context, 16, trace, position)
-    llama.llama_memory_clear(context.memory, True)
-    run_parallel(context, 4, 8, trace)
-    assert trace.is_sane()
-    return trace
+    """Prompt chunks of many sizes, then single tokens, then four sequences side by side."""
+    return mix(context, SIZES, 16, 4, 8)
 
 
-def run_plain(path: Path, scenario: Callable[[Context], Trace] = mixed, **settings: object) -> Trace:
+def run_plain(path: Path, scenario: Scenario = mixed, **settings: object) -> Trace:
     """llama.cpp alone, without a store."""
     with Model(path) as model, model.context(n_seq_max=4, **settings) as context:
         return scenario(context)
 
 
-def run_stored(path: Path, fraction: float, policy: str = "frequency", scenario: Callable[[Context], Trace] = mixed, *,
+def run_stored(path: Path, fraction: float, policy: str = "frequency", scenario: Scenario = mixed, *,
                initial: str = "first", pinned: float = 0.0, load_mode: int | None = None, direct_io: bool = True,
                settings: dict[str, object] | None = None) -> tuple[Trace, Stats]:
     """The scenario with `fraction` of the experts fast, and the counters at its end."""
@@ -48,13 +42,7 @@ def run_stored(path: Path, fraction: float, policy: str = "frequency", scenario:
             return trace, store.stats()
 
 
-@pytest.fixture(scope="session")
-def references() -> dict[object, Trace]:
-    """All-resident traces by model and scenario, made at first use."""
-    return {}
-
-
-def reference(cache: dict[object, Trace], path: Path, scenario: Callable[[Context], Trace] = mixed) -> Trace:
+def reference(cache: dict[object, Trace], path: Path, scenario: Scenario = mixed) -> Trace:
     key = (path, scenario)
     if key not in cache:
         trace, stats = run_stored(path, 1.0, scenario=scenario)
@@ -116,17 +104,7 @@ BATCHES = (1, 2, 3, 4, 5, 8, 9, 16, 31, 32, 33, 128, 511, 512, 513, 1024, 2048)
 @pytest.mark.parametrize("n_ubatch", [512, 2048])
 @pytest.mark.parametrize("preset", ["demo", "qwen35moe-fused", "gpt-oss"])
 def test_batch_shapes(preset: str, n_ubatch: int, models: ModelFolder) -> None:
-    """One prompt of each size, from an empty context each time."""
-
-    def scenario(context: Context) -> Trace:
-        trace = Trace()
-        for size in BATCHES:
-            llama.llama_memory_clear(context.memory, True)
-            run_chunks(context, [size], trace, seed=size)
-        assert trace.is_sane()
-        return trace
-
-    path = models.get(preset)
+    scenario, path = each_alone(BATCHES), models.get(preset)
     settings: dict[str, object] = {"n_ubatch": n_ubatch}
     all_fast, _ = run_stored(path, 1.0, scenario=scenario, settings=settings)
     some_fast, stats = run_stored(path, 0.3, "chaos", scenario, settings=settings)
@@ -136,18 +114,9 @@ def test_batch_shapes(preset: str, n_ubatch: int, models: ModelFolder) -> None:
 
 @pytest.mark.parametrize("preset", ["demo", "qwen3moe", "gpt-oss"])
 def test_context_shift(preset: str, models: ModelFolder) -> None:
-    def scenario(context: Context) -> Trace:
-        assert context.can_shift
-        trace = Trace()
-        position = run_chunks(context, [200, 40], trace)
-        position = run_greedy(context, 6, trace, position)
-        context.shift(20, 120, 100)
-        run_greedy(context, 12, trace, position - 100)
-        return trace
-
     path = models.get(preset)
-    all_fast, _ = run_stored(path, 1.0, scenario=scenario)
-    trace, stats = run_stored(path, 0.3, "chaos", scenario)
+    all_fast, _ = run_stored(path, 1.0, scenario=shifted)
+    trace, stats = run_stored(path, 0.3, "chaos", shifted)
     all_fast.assert_same(trace)
     assert stats.misses > 0
 
@@ -155,25 +124,12 @@ def test_context_shift(preset: str, models: ModelFolder) -> None:
 @pytest.mark.parametrize("preset", ["qwen3moe", "qwen3moe-scales", "qwen35moe-fused", "gpt-oss", "laguna"])
 def test_lora_on_experts(preset: str, models: ModelFolder) -> None:
     path, adapter_path = models.get(preset), models.adapter(preset)
-
-    def run(store: Store | None) -> Trace:
-        with Model(path, store) as model:
-            adapter = model.adapter(adapter_path)
-            with model.context(n_seq_max=4) as context:
-                trace = Trace()
-                for i, scale in enumerate((0.0, 1.0, 0.25)):  # 0: without the adapter
-                    llama.llama_memory_clear(context.memory, True)
-                    context.set_adapter(adapter if scale else None, scale)
-                    run_greedy(context, 8, trace, run_chunks(context, [5, 100], trace, seed=1))
-                return trace
-
-    plain = run(None)
-    steps = len(plain.logits) // 3
-    assert not (plain.logits[0] == plain.logits[steps]).all(), "the adapter changes nothing, so nothing is tested"
+    plain = run_adapter(path, adapter_path, None)
+    assert_adapter_matters(plain)
     for fraction, policy in ((1.0, "frequency"), (0.3, "frequency"), (0.3, "chaos"), (0.0, "static")):
         with Store(path) as store:
             store.set_plan(plan_for(store, fraction, policy, seed=5))
-            plain.assert_same(run(store))
+            plain.assert_same(run_adapter(path, adapter_path, store))
 
 
 @pytest.mark.parametrize("preset", ["qwen3moe", "qwen35moe-fused", "laguna"])
@@ -199,18 +155,7 @@ def test_load_modes(load_mode: int, direct_io: bool, models: ModelFolder, refere
 def test_a_wrong_expert_is_noticed(models: ModelFolder, tmp_path: Path, references: dict[object, Trace]) -> None:
     """The negative control: one damaged expert of one layer changes the trace, so equal traces mean something."""
     path = models.get("qwen3moe")
-    damaged = tmp_path / "damaged.gguf"
-    damaged.write_bytes(path.read_bytes())
-    import gguf
-
-    tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ffn_down_exps.weight")
-    stride = tensor.n_bytes // 16
-    counts = _hottest(path)
-    with damaged.open("r+b") as file:
-        file.seek(int(tensor.data_offset) + counts * stride + 40)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 0xFF]))
+    damaged = damage(path, tmp_path / "damaged.gguf", 16, [_hottest(path)])
     trace, _ = run_stored(damaged, 0.3)
     with pytest.raises(AssertionError, match="rows differ"):
         reference(references, path).assert_same(trace)
