@@ -65,7 +65,7 @@ struct layer_state {
     const expert_layer & file;
     const int32_t index;       // in expert_store::layers
     int32_t home_slot = 0;     // of expert 0
-    int32_t n_used    = 0;     // experts that a token selects; known once a graph was built
+    std::atomic<int32_t> n_used = 0; // experts that a token selects; written by every context that builds a graph
     bool    ends_graph    = false; // no graph goes on to the next layer
     bool    is_quantized  = true;  // all matrices
     bool    is_unrouted   = false; // graphs read the stack through expert ids: every expert is in the slot of its number

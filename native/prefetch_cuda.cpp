@@ -77,7 +77,7 @@ void prefetch_cuda::begin(const device_site & next, const ggml_tensor * input, c
     p.bias       = next.router.bias ? (const float *) next.router.bias->data : nullptr;
     p.is_sigmoid = next.router.is_sigmoid;
     p.n_expert   = next.layer->file.n_expert;
-    p.n_used     = next.layer->n_used;
+    p.n_used     = next.layer->n_used.load(std::memory_order_relaxed);
     p.table      = residency.device_table(*next.layer);
     p.scores     = scores.get();
     p.arrived    = arrived.get();

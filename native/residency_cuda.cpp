@@ -235,7 +235,7 @@ residency_cuda::reads residency_cuda::read_counters(cudaStream_t stream) {
             without_slot.clear(); // out of date: nobody took them for long
         }
         std::lock_guard<std::mutex> layer_lock(layer->mutex);
-        layer->policy.advance(std::max<int64_t>(1, n_uses / std::max(1, layer->n_used)));
+        layer->policy.advance(std::max<int64_t>(1, n_uses / std::max(1, layer->n_used.load(std::memory_order_relaxed))));
         for (int32_t e = 0; e < layer->file.n_expert; e++) {
             const size_t i = offsets[layer->index] + e;
             const uint32_t n = now.counts[i] - before.counts[i];

@@ -88,7 +88,7 @@ static ggml_tensor * device_route(ggml_context * ctx, device_site & site, ggml_t
 
 ggml_tensor * route(ggml_context * ctx, const spark_expert_hook * hook, ggml_tensor * ids, const void * context) {
     const expert_stack * stack = stack_of(hook);
-    stack->layer->n_used = (int32_t) ids->ne[0];
+    stack->layer->n_used.store((int32_t) ids->ne[0], std::memory_order_relaxed);
     if (stack->layer->is_unrouted) {
         return ids;
     }
