@@ -69,87 +69,6 @@ expert_store::~expert_store() {
     ggml_free(stack_tensors);
 }
 
-void expert_store::set_plan(const spark_plan & plan) {
-    std::lock_guard<std::mutex> lock(users_mutex);
-    if (n_users > 0) {
-        throw error(SPARK_STATUS_BAD_STATE, "the plan cannot change while a model is loaded; free the model first");
-    }
-    apply(plan);
-}
-
-void expert_store::place(const spark_plan & plan) {
-    std::lock_guard<std::mutex> lock(users_mutex);
-    if (n_users == 0 || !device) {
-        throw error(SPARK_STATUS_BAD_STATE, "experts are placed anew only while a model is loaded, and only on a device");
-    }
-    const bool is_fixed = std::any_of(layers.begin(), layers.end(), [](const auto & l) { return l->is_unrouted; });
-    if (is_fixed) {
-        throw error(SPARK_STATUS_BAD_STATE, "the model was loaded with every expert resident, and its graphs rely on that; load it again");
-    }
-    device->pause(); // the swap engine reads what a plan changes
-    try {
-        apply(plan);
-    } catch (...) {
-        device->resume();
-        throw;
-    }
-    device->place();
-}
-
-// Checks the plan first, so that a bad one changes nothing.
-void expert_store::apply(const spark_plan & plan) {
-    if (plan.policy < SPARK_POLICY_FREQUENCY || plan.policy > SPARK_POLICY_CHAOS) {
-        throw error(SPARK_STATUS_INVALID_ARGUMENT, format("unknown policy %d", plan.policy));
-    }
-    if (plan.n_layers < 0 || (plan.n_layers > 0 && !plan.layers)) {
-        throw error(SPARK_STATUS_INVALID_ARGUMENT, format("a plan of %d layers without layers", plan.n_layers));
-    }
-
-    struct checked { int32_t n_fast = 0; int32_t n_pinned = 0; std::vector<int32_t> initial; };
-    std::vector<checked> all(layers.size());
-    std::vector<bool>    named(layers.size(), false);
-    for (int32_t i = 0; i < plan.n_layers; i++) {
-        const spark_layer_plan & p = plan.layers[i];
-        const auto it = std::find_if(layers.begin(), layers.end(), [&](const auto & l) { return l->file.layer == p.layer; });
-        if (it == layers.end()) {
-            throw error(SPARK_STATUS_INVALID_ARGUMENT, format("block %d has no experts", p.layer));
-        }
-        const size_t  index    = it - layers.begin();
-        const int32_t n_expert = (*it)->file.n_expert;
-        if (named[index]) {
-            throw error(SPARK_STATUS_INVALID_ARGUMENT, format("block %d is named twice", p.layer));
-        }
-        named[index] = true;
-        if (p.n_fast < 0 || p.n_fast > n_expert) {
-            throw error(SPARK_STATUS_INVALID_ARGUMENT, format("block %d: %d fast slots; 0 to %d are possible", p.layer, p.n_fast, n_expert));
-        }
-        if (p.n_initial < 0 || p.n_initial > p.n_fast || (p.n_initial > 0 && !p.initial)) {
-            throw error(SPARK_STATUS_INVALID_ARGUMENT, format("block %d: %d initial experts for %d fast slots", p.layer, p.n_initial, p.n_fast));
-        }
-        if (p.n_pinned < 0 || p.n_pinned > p.n_initial) {
-            throw error(SPARK_STATUS_INVALID_ARGUMENT, format("block %d: %d pinned of %d initial experts", p.layer, p.n_pinned, p.n_initial));
-        }
-        std::vector<bool> seen(n_expert, false);
-        for (int32_t j = 0; j < p.n_initial; j++) {
-            const int32_t e = p.initial[j];
-            if (e < 0 || e >= n_expert || seen[e]) {
-                throw error(SPARK_STATUS_INVALID_ARGUMENT, format("block %d: initial expert %d is out of range or named twice", p.layer, e));
-            }
-            seen[e] = true;
-        }
-        all[index] = { p.n_fast, p.n_pinned, std::vector<int32_t>(p.initial, p.initial + p.n_initial) };
-    }
-
-    for (size_t i = 0; i < layers.size(); i++) {
-        layers[i]->n_fast   = all[i].n_fast;
-        layers[i]->n_pinned = all[i].n_pinned;
-        layers[i]->initial  = std::move(all[i].initial);
-    }
-    policy = (spark_policy) plan.policy;
-    seed   = plan.seed;
-    staging_bytes = plan.staging_bytes;
-}
-
 void expert_store::attach() {
     std::lock_guard<std::mutex> lock(users_mutex);
     if (n_users == 0) {
@@ -215,6 +134,7 @@ void expert_store::load_device() {
         std::lock_guard<std::mutex> lock(layer->mutex);
         layer->slot_of.assign(layer->file.n_expert, -1);
         layer->policy      = residency_policy(layer->file.n_expert);
+        layer->policy.seed(layer->hotness);
         layer->is_unrouted = is_unrouted;
         layer->stats.reset();
     }
@@ -256,7 +176,6 @@ void expert_store::load() {
 void expert_store::load_ram() {
     size_t fast_bytes = 0;
     size_t n_initial  = 0;
-    bool   may_change = false;
     for (auto & layer : layers) {
         for (auto & stack : layer->stacks) {
             const expert_tensor & t = *stack->tensor;
@@ -272,12 +191,12 @@ void expert_store::load_ram() {
         layer->n_resident = 0;
         layer->has_run    = false;
         layer->policy     = residency_policy(layer->file.n_expert);
+        layer->policy.seed(layer->hotness);
         layer->stats.reset();
         for (int32_t i = 0; i < layer->n_pinned; i++) {
             layer->pinned[layer->initial[i]] = true;
         }
-        n_initial  += layer->initial.size();
-        may_change |= layer->n_fast > 0 && layer->n_fast < layer->file.n_expert;
+        n_initial += layer->initial.size();
     }
 
     // Reads go a few layers at a time: enough to keep the disk busy, and progress can be shown.
@@ -295,16 +214,25 @@ void expert_store::load_ram() {
         }
         progress.add(layer->initial.size());
     }
+    start_engine();
+}
+
+void expert_store::start_engine() {
+    const bool may_change = std::any_of(layers.begin(), layers.end(), [](const auto & l) { return l->n_fast > 0 && l->n_fast < l->file.n_expert; });
     if ((may_change && policy == SPARK_POLICY_FREQUENCY) || policy == SPARK_POLICY_CHAOS) {
         engine = std::make_shared<swap_engine>(*this);
     }
 }
 
-void expert_store::unload() {
+void expert_store::stop_engine() {
     if (engine) {
         engine->stop(); // before the slots it may be filling go away
         engine.reset();
     }
+}
+
+void expert_store::unload() {
+    stop_engine();
     if (device) {
         device->stop();
     }

@@ -75,6 +75,7 @@ struct layer_state {
     int32_t n_fast = 0;
     std::vector<int32_t> initial;
     int32_t n_pinned = 0;
+    std::vector<double> hotness; // [n_expert] uses that the policy begins with; empty: none
 
     // residency; all below is protected by `mutex`
     mutable std::mutex mutex;
@@ -114,8 +115,9 @@ public:
 
     // Plan; throws error INVALID_ARGUMENT or BAD_STATE, and then nothing has changed.
     void set_plan(const spark_plan & plan);
-    // The same while a model is loaded, on a device: fast slots change their number and experts. Throws error
-    // INVALID_ARGUMENT, BAD_STATE (nothing changed), OUT_OF_MEMORY (every expert is read from home then).
+    // The same while a model is loaded: fast slots change their number and experts. On a device running steps are waited
+    // for; in RAM none may run, and experts that the plan keeps stay where they are. Throws error INVALID_ARGUMENT,
+    // BAD_STATE (nothing changed), OUT_OF_MEMORY (device: every expert is read from home then; RAM: some layers are placed).
     void place(const spark_plan & plan);
 
     // A buffer of this store's type is allocated / freed. The first allocates the stacks and reads the initial experts,
@@ -159,7 +161,14 @@ private:
     void load_ram();
     void load_device();
     void unload();
-    void apply(const spark_plan & plan);
+    struct checked_layer;
+    std::vector<checked_layer> check_plan(const spark_plan & plan) const;
+    void apply(const spark_plan & plan, std::vector<checked_layer> checked);
+    void place_ram(const spark_plan & plan, std::vector<checked_layer> checked);
+    void place_layer(layer_state & layer, checked_layer & checked);
+    void fill_free_slots(layer_state & layer, const std::vector<int32_t> & experts);
+    void start_engine();
+    void stop_engine();
     void add_jobs(layer_state & layer, int32_t expert, int32_t slot, std::vector<read_job> & jobs) const;
     void check_jobs(const layer_state & layer, const std::vector<read_job> & jobs) const;
     void choose_targets(layer_state & layer, context_lease & lease);

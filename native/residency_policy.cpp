@@ -11,6 +11,12 @@ static constexpr double REPLACE_MARGIN = 1.25;
 residency_policy::residency_policy(int32_t n_expert, double half_life)
     : growth(std::exp2(1.0 / half_life)), scores(n_expert, 0.0), last_used(n_expert, 0) {}
 
+void residency_policy::seed(const std::vector<double> & uses) {
+    for (size_t e = 0; e < uses.size() && e < scores.size(); e++) {
+        scores[e] = weight * uses[e];
+    }
+}
+
 void residency_policy::advance(int64_t n_tokens) {
     tick++;
     // one huge batch must not overflow the weight: beyond 1024 tokens older uses are negligible anyway

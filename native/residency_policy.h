@@ -13,6 +13,8 @@ public:
     // half_life: tokens after which a past use counts half.
     explicit residency_policy(int32_t n_expert, double half_life = 512.0);
 
+    // Uses that count as if they had just happened, [n_expert], instead of what was recorded; empty: changes nothing.
+    void seed(const std::vector<double> & uses);
     // A step of n_tokens begins; uses recorded after it weigh more than those before.
     void advance(int64_t n_tokens);
     // The step selected `expert` n times.

@@ -79,7 +79,7 @@ public:
         if (is_on_device) {
             warm_up(context, n_ubatch);
         }
-        return !callbacks.contexts_created || callbacks.contexts_created(callbacks.user) == 0;
+        return !callbacks.contexts_created || callbacks.contexts_created(callbacks.user, context) == 0;
     }
 
     void on_model_loaded() override {

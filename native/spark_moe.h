@@ -30,7 +30,7 @@ extern "C" {
 // The part between the markers is plain C99 that cffi parses: no includes, conditionals, macros with arguments.
 /* cffi:begin */
 
-#define SPARK_API_VERSION 2
+#define SPARK_API_VERSION 3
 
 enum spark_status {
     SPARK_STATUS_OK               = 0,
@@ -65,6 +65,7 @@ enum spark_policy {
 
 struct spark_store;
 struct spark_http_reply;
+struct llama_context;
 
 struct spark_store_params {
     const char * model_path; // UTF-8; the first shard of a split GGUF; copied
@@ -89,6 +90,7 @@ struct spark_layer_plan {
     int32_t n_pinned;        // the first n_pinned of `initial` are never evicted, 0..n_initial
     int32_t n_initial;       // experts to load into fast slots before serving, 0..n_fast
     const int32_t * initial; // n_initial distinct expert ids, hottest first; copied
+    const double  * hotness; // n_expert uses that the policy begins with, 0 to 1e15 each; NULL: none, or what was learned so far; copied
 };
 
 struct spark_plan {
@@ -150,9 +152,11 @@ int32_t spark_store_get_layer_info(const struct spark_store * store, int32_t ind
 // OK, INVALID_ARGUMENT (nothing changed), BAD_STATE (a model is loaded already).
 int32_t spark_store_set_plan(struct spark_store * store, const struct spark_plan * plan);
 
-// The same while a model is loaded on a device, so that what the model, its contexts and their buffers take can be measured
-// first. Running steps are waited for. OK, INVALID_ARGUMENT and BAD_STATE (nothing changed; also when the model was loaded
-// with every expert resident), OUT_OF_MEMORY (every expert is read from home until the next call).
+// The same while a model is loaded: after what it takes has been measured, or when other experts have become hot. Experts
+// that are in fast slots and in the plan stay there. On a device running steps are waited for; in RAM none may run, so
+// call it on the thread that computes. OK, INVALID_ARGUMENT and BAD_STATE (nothing changed; also on a device when the model
+// was loaded with every expert resident), OUT_OF_MEMORY (device: every expert is read from home until the next call; RAM:
+// some layers are as planned, the others as before).
 int32_t spark_store_place(struct spark_store * store, const struct spark_plan * plan);
 // The device of the store's fast slots, "" for RAM or no store; valid as long as the store.
 const char * spark_store_get_device(const struct spark_store * store);
@@ -202,8 +206,9 @@ struct spark_server_callbacks {
     // residency, or leaves it NULL to serve without. Non-zero: the reason has been printed, exit with status 1.
     int32_t (*model_loading)(void * user, struct spark_server_model * model, struct spark_store ** store);
     // Model, draft and contexts have been created, and with a store on a device a full micro-batch has been computed, so all
-    // memory but the fast slots is in use; same thread, again after sleep. Non-zero: as above.
-    int32_t (*contexts_created)(void * user);
+    // memory but the fast slots is in use; same thread, again after sleep. `context` is the model's own llama_context: what the
+    // callback computes with it must be cleared from its memory again. Non-zero: as above.
+    int32_t (*contexts_created)(void * user, struct llama_context * context);
     // The model is loaded and the server is about to listen; same thread.
     void    (*model_loaded)(void * user);
     // A request has ended (or was cancelled); on the inference thread, so it must only note the fact and return.

@@ -31,6 +31,10 @@ public:
     virtual size_t  fast_bytes() const = 0;
     virtual size_t  locked_bytes() const = 0;
 
+    // Memory for n fast slots, 0..n_expert. In RAM slots below the old and the new number keep their content; on a device all
+    // are empty afterwards. Nobody may read a slot that loses its content. Throws error OUT_OF_MEMORY, and there are as
+    // many slots as before (RAM) or none (device).
+    virtual void set_fast(int32_t n) = 0;
     // Starts or completes reading the home of `expert` into the page cache, ahead of its use in place.
     virtual void prefetch_home(int32_t expert) = 0;
     // Gives the memory behind all homes back. Always safe: the next access reads the file again.

@@ -30,7 +30,7 @@ constexpr size_t WILLNEED_BYTES = 128 * 1024;
 
 class stack_memory_cpu : public stack_memory {
 public:
-    stack_memory_cpu(const stack_layout & layout, bool lock_fast) : layout(layout), page(sysconf(_SC_PAGESIZE)) {
+    stack_memory_cpu(const stack_layout & layout, bool lock_fast) : layout(layout), page(sysconf(_SC_PAGESIZE)), lock_fast(lock_fast) {
         slots = layout.home_slot + layout.n_expert;
 
         reserved_size = (size_t) slots * layout.stride + 2 * page;
@@ -45,7 +45,7 @@ public:
 
         try {
             map_home();
-            map_fast(lock_fast);
+            set_fast(layout.n_fast);
         } catch (...) {
             munmap(reserved, reserved_size);
             throw;
@@ -59,7 +59,7 @@ public:
     char *  base()         const override { return start; }
     int32_t n_slots()      const override { return slots; }
     size_t  fast_bytes()   const override { return fast_size; }
-    size_t  locked_bytes() const override { return locked ? fast_size : 0; }
+    size_t  locked_bytes() const override { return locked_size; }
 
     void prefetch_home(int32_t expert) override {
         char * begin = page_floor(home(expert));
@@ -81,6 +81,16 @@ public:
         posix_fadvise(layout.home_fd, (off_t) (layout.home_offset / page * page), (off_t) size, POSIX_FADV_DONTNEED);
     }
 
+    void set_fast(int32_t n) override {
+        const size_t size = n > 0 ? page_ceil(start + (size_t) n * layout.stride) - page_floor(start) : 0;
+        if (size > fast_size) {
+            add_fast(fast_size, size);
+        } else if (size < fast_size) {
+            remove_fast(size, fast_size);
+        }
+        fast_size = size;
+    }
+
 private:
     char * home(int32_t expert) const { return start + (size_t) (layout.home_slot + expert) * layout.stride; }
     char * page_floor(char * p) const { return (char *) ((uintptr_t) p / page * page); }
@@ -96,32 +106,39 @@ private:
         madvise(begin, size, MADV_RANDOM); // a fault must not read megabytes of experts nobody selected
     }
 
-    void map_fast(bool lock_fast) {
-        if (layout.n_fast == 0) {
-            return;
+    // Pages of fast slots from byte `from` on, which becomes the end of those before.
+    void add_fast(size_t from, size_t to) {
+        char * begin = page_floor(start) + from;
+        const size_t size = to - from;
+        if (mmap(begin, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
+            throw error(SPARK_STATUS_OUT_OF_MEMORY, format("cannot allocate %.1f MiB for fast expert slots: %s", size / 1048576.0, strerror(errno)));
         }
-        char * begin = page_floor(start);
-        fast_size = page_ceil(start + (size_t) layout.n_fast * layout.stride) - begin;
-        if (mmap(begin, fast_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
-            throw error(SPARK_STATUS_OUT_OF_MEMORY, format("cannot allocate %.1f MiB for fast expert slots: %s", fast_size / 1048576.0, strerror(errno)));
+        prctl(PR_SET_VMA, PR_SET_VMA_ANON_NAME, begin, size, "spark-fast"); // for /proc/PID/smaps; older kernels refuse
+        madvise(begin, size, MADV_HUGEPAGE);
+        madvise(begin, size, MADV_DONTDUMP); // a core dump need not hold the model
+        if (lock_fast && locked_size == from && mlock2(begin, size, MLOCK_ONFAULT) == 0) {
+            locked_size = to;
         }
-        prctl(PR_SET_VMA, PR_SET_VMA_ANON_NAME, begin, fast_size, "spark-fast"); // for /proc/PID/smaps; older kernels refuse
-        madvise(begin, fast_size, MADV_HUGEPAGE);
-        madvise(begin, fast_size, MADV_DONTDUMP); // a core dump need not hold the model
-        if (lock_fast) {
-            locked = mlock2(begin, fast_size, MLOCK_ONFAULT) == 0;
+    }
+
+    void remove_fast(size_t from, size_t to) {
+        char * begin = page_floor(start) + from;
+        if (mmap(begin, to - from, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
+            throw error(SPARK_STATUS_OUT_OF_MEMORY, format("cannot give back %.1f MiB of fast expert slots: %s", (to - from) / 1048576.0, strerror(errno)));
         }
+        locked_size = std::min(locked_size, from);
     }
 
     const stack_layout layout;
     const size_t page;
+    const bool   lock_fast;
 
     void *  reserved      = nullptr;
     size_t  reserved_size = 0;
     char *  start         = nullptr;
     int32_t slots         = 0;
-    size_t  fast_size     = 0;
-    bool    locked        = false;
+    size_t  fast_size     = 0; // bytes from the page of slot 0 on
+    size_t  locked_size   = 0; // of these
 };
 
 } // namespace

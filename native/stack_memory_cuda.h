@@ -6,7 +6,6 @@
 
 #include <memory>
 #include <vector>
-#include <vector>
 
 namespace spark {
 
@@ -65,8 +64,7 @@ public:
     void prefetch_home(int32_t) override {}
     void drop_homes() override {}
 
-    // Device memory for n fast slots; what was in fast slots is lost. n = 0 gives all back. No kernel may read them now.
-    void set_fast(int32_t n);
+    void set_fast(int32_t n) override;
     // First slot behind everything on the device at which memory that stacks share can be mapped.
     int32_t first_shared() const;
     // Maps shared memory so that slots `slot`.. lie in it; at least shared_bytes(n) for n slots.

@@ -22,7 +22,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -252,15 +252,18 @@ def _make_stats(out: Any) -> Stats:
 
 
 @contextmanager
-def _native_plan(ffi: cffi.FFI, lib: Any, plan: ResidencyPlan) -> Iterator[Any]:
-    """struct spark_plan *, with what it points to kept alive."""
+def _native_plan(ffi: cffi.FFI, lib: Any, plan: ResidencyPlan, n_expert: Mapping[int, int]) -> Iterator[Any]:
+    """struct spark_plan *, with what it points to kept alive. n_expert: of each block."""
     layers = ffi.new("struct spark_layer_plan[]", max(1, len(plan.layers)))
     keep = []  # the arrays that `initial` points to
     for target, source in zip(layers, plan.layers):
+        if source.hotness and len(source.hotness) != n_expert.get(source.layer):
+            raise errors.InvalidArgumentError(f"Block {source.layer}: {len(source.hotness)} uses for {n_expert.get(source.layer, 0)} experts.")
         initial = ffi.new("int32_t[]", list(source.initial))
-        keep.append(initial)
+        hotness = ffi.new("double[]", list(source.hotness)) if source.hotness else ffi.NULL
+        keep += [initial, hotness]
         target.layer, target.n_fast, target.n_pinned = source.layer, source.n_fast, source.n_pinned
-        target.n_initial, target.initial = len(source.initial), initial
+        target.n_initial, target.initial, target.hotness = len(source.initial), initial, hotness
     result = ffi.new("struct spark_plan *")
     result.n_layers, result.layers = len(plan.layers), layers
     result.policy, result.seed = getattr(lib, _POLICIES[plan.policy]), plan.seed
@@ -298,6 +301,7 @@ class Store:
         check(lib.spark_store_init(params, out))
         self._handle = out[0]
         self.layers: tuple[LayerInfo, ...] = tuple(self._layer_info(i) for i in range(lib.spark_store_n_layers(out[0])))
+        self._n_expert = {layer.layer: layer.n_expert for layer in self.layers}
 
     def _layer_info(self, index: int) -> LayerInfo:
         ffi, lib = native()
@@ -322,13 +326,13 @@ class Store:
 
     def set_plan(self, plan: ResidencyPlan) -> None:
         """Sets slots and initial experts; before the model is loaded. Raises InvalidArgumentError, StateError."""
-        with self._open() as (ffi, lib, handle), _native_plan(ffi, lib, plan) as native_plan:
+        with self._open() as (ffi, lib, handle), _native_plan(ffi, lib, plan, self._n_expert) as native_plan:
             check(lib.spark_store_set_plan(handle, native_plan))
 
     def place(self, plan: ResidencyPlan) -> None:
-        """The same for a model that is loaded, on a device; running steps are waited for. Raises InvalidArgumentError, StateError
-        (nothing changed), OutOfMemoryError (every expert is read from home then)."""
-        with self._open() as (ffi, lib, handle), _native_plan(ffi, lib, plan) as native_plan:
+        """The same for a model that is loaded. On a device running steps are waited for; in RAM none may run, so call it on the
+        thread that computes. Raises InvalidArgumentError, StateError (nothing changed), OutOfMemoryError (see spark_moe.h)."""
+        with self._open() as (ffi, lib, handle), _native_plan(ffi, lib, plan, self._n_expert) as native_plan:
             check(lib.spark_store_place(handle, native_plan))
 
     @property

@@ -22,12 +22,14 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Fast slots of one layer. `initial`: experts that start in them, hottest first; the first `n_pinned` never leave."""
+    """Fast slots of one layer. `initial`: experts that start in them, hottest first; the first `n_pinned` never leave.
+    `hotness`: uses of each expert that the policy begins with, [n_expert]; (): none, or what it has learned so far."""
 
     layer: int
     n_fast: int
     n_pinned: int = 0
     initial: tuple[int, ...] = ()
+    hotness: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Callbacks:
             name: ffi.callback(signature, function, error=error)
             for name, signature, function, error in (
                 ("model_loading", "int32_t(void *, struct spark_server_model *, struct spark_store **)", self._model_loading, 1),
-                ("contexts_created", "int32_t(void *)", self._contexts_created, 1),
+                ("contexts_created", "int32_t(void *, struct llama_context *)", self._contexts_created, 1),
                 ("model_loaded", "void(void *)", self._model_loaded, None),
                 ("request_finished", "void(void *, int32_t, int32_t, int32_t, double, double)", self._request_finished, None),
                 ("http_get", "int32_t(void *, const char *, struct spark_http_reply *)", self._http_get, 1),
@@ -91,8 +91,8 @@ class Callbacks:
 
         return _guarded("deciding about the model", call)
 
-    def _contexts_created(self, _user: Any) -> int:
-        return _guarded("placing experts on the GPU", self._session.contexts_created)
+    def _contexts_created(self, _user: Any, context: Any) -> int:
+        return _guarded("placing experts", lambda: self._session.contexts_created(context))
 
     def _model_loaded(self, _user: Any) -> None:
         _guarded("the report after loading", self._session.model_loaded)

@@ -103,8 +103,9 @@ class Session:
             decision = self._decision
         return asked or (decision.serving.n_ctx if decision is not None and decision.gpu is not None else 0)
 
-    def contexts_created(self) -> None:
-        """Everything but fast slots is on the GPU: gives the slots what is left. Raises SparkError."""
+    def contexts_created(self, context: Any = None) -> None:
+        """Everything but fast slots is on the GPU: gives the slots what is left. `context`: the model's llama_context, a cffi
+        pointer. Raises SparkError."""
         with self._lock:
             store, decision = self._store, self._decision
         if store is None or decision is None or not needs_placing(decision):

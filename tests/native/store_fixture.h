@@ -27,9 +27,9 @@ struct model {
         std::iota(initial.begin(), initial.end(), 0);
         std::vector<spark_layer_plan> layers;
         for (int il = 0; il < n_layers; il++) {
-            layers.push_back({ il, n_fast, n_pinned, n_initial, initial.data() });
+            layers.push_back({ il, n_fast, n_pinned, n_initial, initial.data(), nullptr });
         }
-        store->set_plan({ n_layers, layers.data(), policy, seed });
+        store->set_plan({ n_layers, layers.data(), policy, seed, -1 });
         return store;
     }
 
