@@ -49,6 +49,14 @@ class DraftError(SparkError):
     """A draft model cannot serve the target model."""
 
 
+class ProfileError(SparkError, ValueError):
+    """A routing profile is damaged, is of another model or of a newer format, or has values that cannot be."""
+
+
+class ProfileWriteError(SparkError, OSError):
+    """A routing profile could not be saved; the file on disk, if there is one, is the old one."""
+
+
 class BuildError(SparkError):
     """The native libraries are missing, or do not belong to this version of the package or of llama-cpp-python."""
 

@@ -26,10 +26,10 @@ TEXT = CODE | {".md", ".toml", ".cmake", ".txt", ".patch", ".sh", ".yml"}
 GENERATED = ("tests/data/", "benchmarks/results/", "pyspark_moe/data/")
 
 # Importable alone: no library is loaded and no other layer is needed to test them.
-PURE = {"config", "errors", "model_info", "budget", "placement", "routing_profile"}
+PURE = {"config", "errors", "model_info", "budget", "placement", "routing_profile", "shared_file", "fingerprint", "model_profile"}
 NATIVE = ("pyspark_moe._native", "llama_cpp", "cffi")
-# The loader tells llama-cpp-python where its libraries are, in the way that package asks for.
-ENVIRONMENT_ALLOWED = {"pyspark_moe/_native.py"}
+# The loader tells llama-cpp-python where its libraries are, in the way that package asks for; XDG_CACHE_HOME is a convention.
+ENVIRONMENT_ALLOWED = {"pyspark_moe/_native.py", "pyspark_moe/model_profile.py"}
 ARCHITECTURES = re.compile(r"\b(laguna|qwen3moe|qwen35moe|gpt-?oss|deepseek\w*|gemma4|mixtral)\b", re.IGNORECASE)
 # draft.py tells which architectures expose what a draft model reads; native code and the rest must not care.
 ARCHITECTURES_ALLOWED = {"pyspark_moe/draft.py"}
