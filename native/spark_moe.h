@@ -6,6 +6,8 @@
 //                 model that is loaded through that buffer type reads its experts from the store. Owner: the caller
 //                 of spark_store_init. Memory that a loaded model still reads outlives spark_store_free and is
 //                 released with the last model, so models, contexts and stores may be freed in any order.
+//   spark_prefill a loaded model that reads texts only so that the experts they need are counted. Owner: the caller of
+//                 spark_prefill_init; the context must outlive it and compute nothing else meanwhile.
 //   spark_http_reply   the answer under construction inside spark_server_callbacks::http_get, and only there.
 //
 // What this header refuses to know: HTTP, JSON, profiles, budgets, agent history, Python.
@@ -64,6 +66,7 @@ enum spark_policy {
 };
 
 struct spark_store;
+struct spark_prefill;
 struct spark_http_reply;
 struct llama_context;
 
@@ -183,6 +186,19 @@ int32_t spark_store_get_counts(const struct spark_store * store, int32_t index, 
 int32_t spark_store_reset_stats(struct spark_store * store);
 // Waits until the swap engine has nothing to do, at most timeout_ms. OK, BAD_STATE (still busy).
 int32_t spark_store_wait_idle(struct spark_store * store, int32_t timeout_ms);
+
+// Begins with an empty memory, which spark_prefill_free empties again. OK, INVALID_ARGUMENT, INTERNAL.
+int32_t spark_prefill_init(struct llama_context * context, struct spark_prefill ** out);
+// NULL is allowed.
+void    spark_prefill_free(struct spark_prefill * prefill);
+// The next text, instead of what is left of the last: a conversation as llama-server would render it, messages being its JSON
+// array in OpenAI's form, or plain text. At most n_max tokens of it, and what the context holds. *n_tokens: tokens to
+// compute. A conversation that the model's template refuses is read as plain text, and *is_plain says so.
+// OK, INVALID_ARGUMENT (no JSON, or no messages; nothing changed).
+int32_t spark_prefill_begin_chat(struct spark_prefill * prefill, const char * messages, size_t n_messages, int32_t n_max, int32_t * n_tokens, bool * is_plain);
+int32_t spark_prefill_begin_text(struct spark_prefill * prefill, const char * text, size_t n_text, int32_t n_max, int32_t * n_tokens);
+// Computes the next micro-batch. *n_left: tokens still to compute. OK, INTERNAL (llama.cpp could not compute; the text is over).
+int32_t spark_prefill_step(struct spark_prefill * prefill, int32_t * n_left);
 
 // What llama-server is about to load; valid during the callback, which may set n_ctx.
 struct spark_server_model {

@@ -40,6 +40,11 @@ class SparkConfig:
     io_threads  threads that read missed experts, 1..64; 0 (default): the library's choice.
     direct_io   read experts past the page cache where the file system allows; default True.
     lock_fast   lock fast slots in RAM as far as the limit allows; default True.
+    profile     file that remembers which experts the traffic uses; "auto" (default): beside the model, or in the user's cache
+                folder when that cannot be written; "none": nothing is remembered or placed by it.
+    history     what a model without a profile is made to read first, so that its hot experts are known: "none" (default of
+                this class), "auto" (dflash_server's default: the sessions of coding agents on this machine), or a folder of them.
+    history_tokens, history_seconds  at most this many tokens, and this long; defaults 100000 and 45.
 
     Raises ConfigError, naming the command-line flag, for a value that cannot be used.
     """
@@ -54,6 +59,10 @@ class SparkConfig:
     io_threads: int = 0
     direct_io: bool = True
     lock_fast: bool = True
+    profile: str = "auto"
+    history: str = "none"
+    history_tokens: int = 100_000
+    history_seconds: float = 45.0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -75,6 +84,12 @@ class SparkConfig:
             raise ConfigError(f"--spark-io-threads is {self.io_threads}: use 1 to 64, or 0 for the default.")
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed}: use 0 to 2^64-1.")
+        if not self.profile or not self.history:
+            raise ConfigError(f"{'--spark-history' if self.profile else '--spark-profile'} is empty: give a path, auto or none.")
+        if self.history_tokens < 1 or isinstance(self.history_tokens, bool):
+            raise ConfigError(f"--spark-history-tokens is {self.history_tokens}: give 1 or more, or turn it off with --spark-history none.")
+        if not math.isfinite(self.history_seconds) or self.history_seconds <= 0:
+            raise ConfigError(f"--spark-history-seconds is {self.history_seconds:g}: give more than 0, or turn it off with --spark-history none.")
         if self.mode == "off" and self.has_budget:
             raise ConfigError("--no-spark turns residency off, but a budget is given too: remove one of them.")
 

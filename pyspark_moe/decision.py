@@ -6,7 +6,7 @@ printed, what /props says and what is loaded cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from . import device_placement, placement
 from .budget import MIB, Serving, Term, base_terms, format_bytes, format_gib_flag, settle_context, total_bytes
 from .config import GIB, SparkConfig
-from .decision_gpu import GpuUse, choose_gpu, decide_on_gpu, fits
+from .decision_gpu import GpuUse, choose_gpu, decide_on_gpu, fits, least_slots, slot_terms
 from .decision_gpu import settle_context as settle_context_on_gpu
 from .errors import BudgetError, ConfigError, MachineMemoryError, NoExpertsError
 from .gpu import Gpu
@@ -94,7 +94,8 @@ def decide(
     has_cuda, cuda_reason  whether this build has a CUDA backend, and the build's sentence about it
     gpus                   those that ggml sees
     has_overrides          the user placed tensors with llama-server's own flags (-ot, --cpu-moe, --n-cpu-moe)
-    hotness                layer -> uses of each expert, for placement by use; default: the same slots in every layer
+    hotness                layer -> uses of each expert (placement.prior_uses), for placement by use; default: the same slots in
+                           every layer
 
     Raises ConfigError (a flag this build cannot honour), NoExpertsError (a budget for a dense model), BudgetError (a
     budget that cannot be met), MachineMemoryError (too little memory, and config.force is not set).
@@ -143,6 +144,45 @@ def decide(
         if not is_auto:
             raise
         return off("the model does not fit, but residency would not either", (str(e),))
+
+
+def replan(decision: Decision, config: SparkConfig, hotness: Mapping[int, np.ndarray], n_fast: Sequence[int] | None = None) -> Decision:
+    """The same budget with slots for this hotness (see placement.prior_uses): their number in each layer, unless the user or
+    `n_fast` gave it, and who is in them first. Only where decision.plan is there and final."""
+    model, plan = decision.model, decision.plan
+    assert plan is not None
+    slots = list(n_fast) if n_fast is not None else best_slots(decision, config, hotness)
+    terms = decision.terms
+    if decision.gpu is None:
+        new = placement.make_plan(model.layers, slots, policy=plan.policy, seed=plan.seed, hotness=hotness)
+        expert_terms = _expert_terms(model, slots)
+    else:
+        new = placement.make_plan(model.layers, slots, policy=plan.policy, seed=plan.seed, hotness=hotness, fill=True)
+        new = replace(new, staging_bytes=plan.staging_bytes)
+        expert_terms = slot_terms(model, slots, plan.staging_bytes)
+    return replace(decision, plan=new, terms=terms[: -len(expert_terms)] + expert_terms)
+
+
+def best_slots(decision: Decision, config: SparkConfig, hotness: Mapping[int, np.ndarray]) -> list[int]:
+    """Fast slots of each layer that serve this hotness best within the decision's budget; the user's where there is none."""
+    model, plan = decision.model, decision.plan
+    assert plan is not None
+    current = [p.n_fast for p in plan.layers]
+    if config.slots is not None or decision.budget_bytes is None:
+        return current
+    if decision.gpu is None:
+        return placement.greedy_slots(model.layers, decision.budget_bytes, model.n_expert_used, hotness) or current
+    return device_placement.greedy_slots(model.layers, decision.budget_bytes - plan.staging_bytes, least_slots(model), hotness) or current
+
+
+def keeps_budget(decision: Decision, n_fast: Sequence[int]) -> bool:
+    """Whether these slots keep the decision's budget."""
+    layers, budget = decision.model.layers, decision.budget_bytes
+    if budget is None or decision.plan is None:
+        return False
+    if decision.gpu is None:
+        return placement.resident_bytes(layers, n_fast) <= budget
+    return sum(map(device_placement.slot_bytes, layers, n_fast)) <= budget - decision.plan.staging_bytes
 
 
 def check_budgets(config: SparkConfig, machine: MachineMemory, has_cuda: bool = False, cuda_reason: str = "") -> None:

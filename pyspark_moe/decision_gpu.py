@@ -110,7 +110,7 @@ def decide_on_gpu(decision: Decision, serving: Serving, gpu: Gpu, config: SparkC
         slots, staging = [0] * len(model.layers), 0
     plan = placement.make_plan(model.layers, slots, policy=config.policy, seed=config.seed, hotness=hotness, fill=True)
     if use.is_settled:
-        terms += _slot_terms(model, slots, staging)
+        terms += slot_terms(model, slots, staging)
     return replace(decision, plan=replace(plan, staging_bytes=staging), terms=terms, gpu=use, serving=serving)
 
 
@@ -131,10 +131,10 @@ def settle(decision: Decision, config: SparkConfig, used: int, free: int, hotnes
     if budget < model.expert_bytes * _SMALLEST_SHARE:
         least = used + reserve + int(model.expert_bytes * _SMALLEST_SHARE)
         raise BudgetError(_too_small(terms, use, model, least), least if use.is_promised else None)
-    slots, staging = _split(model, budget)
+    slots, staging = _split(model, budget, hotness)
     plan = placement.make_plan(model.layers, slots, policy=config.policy, seed=config.seed, hotness=hotness, fill=True)
     plan = replace(plan, staging_bytes=staging)
-    return replace(decision, plan=plan, terms=terms + _slot_terms(model, slots, staging), gpu=replace(use, is_settled=True))
+    return replace(decision, plan=plan, terms=terms + slot_terms(model, slots, staging), gpu=replace(use, is_settled=True), budget_bytes=budget)
 
 
 def estimate(decision: Decision, config: SparkConfig, hotness: Mapping[int, np.ndarray] | None = None) -> Decision:
@@ -145,18 +145,28 @@ def estimate(decision: Decision, config: SparkConfig, hotness: Mapping[int, np.n
     return settle(decision, config, used, decision.gpu.gpu.free_bytes + CONTEXT_BYTES - used, hotness, is_measured=False)
 
 
-def _split(model: ModelInfo, budget: int) -> tuple[list[int], int]:
+def least_slots(model: ModelInfo) -> int:
+    """Slots that every layer gets before the others go where they are used most: one token's experts."""
+    return model.n_expert_used
+
+
+def _split(model: ModelInfo, budget: int, hotness: Mapping[int, np.ndarray] | None) -> tuple[list[int], int]:
     """Slots per layer and bytes of staging that share `budget`."""
-    slots = device_placement.uniform_slots(model.layers, budget)
+
+    def slots_for(n_bytes: int) -> list[int]:
+        chosen = None if hotness is None else device_placement.greedy_slots(model.layers, n_bytes, least_slots(model), hotness)
+        return chosen or device_placement.uniform_slots(model.layers, n_bytes)
+
+    slots = slots_for(budget)
     if all(n == layer.n_expert for n, layer in zip(slots, model.layers)):
         return slots, 0
     most = int(budget * _STAGING_SHARE)
-    slots = device_placement.uniform_slots(model.layers, budget - most)
-    staging = min(most, device_placement.staging_bytes(model.layers, slots))
-    return device_placement.uniform_slots(model.layers, budget - staging), staging
+    staging = min(most, device_placement.staging_bytes(model.layers, slots_for(budget - most)))
+    return slots_for(budget - staging), staging
 
 
-def _slot_terms(model: ModelInfo, slots: list[int], staging: int) -> tuple[Term, ...]:
+def slot_terms(model: ModelInfo, slots: list[int], staging: int) -> tuple[Term, ...]:
+    """The last two lines of a GPU's bill."""
     fast = sum(device_placement.slot_bytes(layer, n) for layer, n in zip(model.layers, slots))
     return (Term("fast expert slots", fast), Term("staging for large steps", staging))
 

@@ -18,6 +18,8 @@ import numpy as np
 from .model_info import ExpertLayer
 
 PAGE = 4096
+# Half the half-life of native/residency_policy.h: known experts keep their slots for a while, and new traffic wins soon.
+PRIOR_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,18 @@ def greedy_slots(layers: Sequence[ExpertLayer], budget: int, floor: int, hotness
     return chosen
 
 
+def prior_uses(counts: Mapping[int, np.ndarray], n_expert_used: int) -> dict[int, np.ndarray]:
+    """Counts of any length of traffic as the uses of its last PRIOR_TOKENS tokens, float64 [n_expert] by layer: what a policy
+    begins with, weak enough that a few hundred tokens of other traffic outweigh it. Layers without uses are left out."""
+    result = {}
+    for layer, given in counts.items():
+        uses = np.asarray(given, dtype=float)
+        total = float(uses.sum())
+        if total > 0:
+            result[layer] = uses * (PRIOR_TOKENS * n_expert_used / total)
+    return result
+
+
 def make_plan(
     layers: Sequence[ExpertLayer],
     n_fast: Sequence[int],
@@ -147,17 +161,17 @@ def make_plan(
     hotness: Mapping[int, np.ndarray] | None = None,
     fill: bool = False,
 ) -> ResidencyPlan:
-    """The plan for these fast slots, in the order of `layers`. With hotness the hottest experts start in them; without,
-    slots fill with the first experts that are missed, unless there is one for every expert, none ever moves, or `fill`
+    """The plan for these fast slots, in the order of `layers`. With hotness (see prior_uses) the hottest experts start in
+    them, and the policy begins with it; without, slots fill with the first experts that are missed, unless there is one for every expert, none ever moves, or `fill`
     says that any expert is better than none: then they start with the experts of the lowest numbers."""
     plans = []
     for layer, n in zip(layers, n_fast):
+        uses = None if hotness is None or layer.layer not in hotness else np.asarray(hotness[layer.layer], dtype=float)
         if n >= layer.n_expert:
             initial: tuple[int, ...] = tuple(range(layer.n_expert))
-        elif hotness is not None and layer.layer in hotness:
-            order = np.argsort(-np.asarray(hotness[layer.layer], dtype=float), kind="stable")
-            initial = tuple(int(e) for e in order[:n])
+        elif uses is not None:
+            initial = tuple(int(e) for e in np.argsort(-uses, kind="stable")[:n])
         else:
             initial = tuple(range(n)) if fill or policy == "static" else ()
-        plans.append(LayerPlan(layer.layer, n, 0, initial))
+        plans.append(LayerPlan(layer.layer, n, 0, initial, () if uses is None else tuple(uses.tolist())))
     return ResidencyPlan(tuple(plans), policy, seed)

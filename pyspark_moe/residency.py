@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
 
 from ._native import Store, device_memory
 from .config import SparkConfig
@@ -30,12 +33,12 @@ def needs_placing(decision: Decision | None) -> bool:
     return decision is not None and decision.gpu is not None and not decision.gpu.is_settled
 
 
-def place(store: Store, decision: Decision, config: SparkConfig) -> Decision:
+def place(store: Store, decision: Decision, config: SparkConfig, hotness: Mapping[int, np.ndarray] | None = None) -> Decision:
     """Gives the fast slots what the model, its contexts and their buffers have left of the GPU, and returns the decision
     with them. Only where needs_placing. Raises SparkError."""
     assert decision.gpu is not None
     gpu = decision.gpu.gpu
-    settled = settle(decision, config, used_bytes(gpu), device_memory(gpu.name)[1])
+    settled = settle(decision, config, used_bytes(gpu), device_memory(gpu.name)[1], hotness)
     assert settled.plan is not None
     store.place(settled.plan)
     return settled
