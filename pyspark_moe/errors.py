@@ -57,6 +57,14 @@ class ProfileWriteError(SparkError, OSError):
     """A routing profile could not be saved; the file on disk, if there is one, is the old one."""
 
 
+class HistoryError(SparkError):
+    """Agent history was asked for, and there is none where it was looked for."""
+
+
+class CorpusError(SparkError, ValueError):
+    """A corpus of conversations cannot be read: it is damaged, cut off, or something else."""
+
+
 class BuildError(SparkError):
     """The native libraries are missing, or do not belong to this version of the package or of llama-cpp-python."""
 

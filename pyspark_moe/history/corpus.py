@@ -1,0 +1,179 @@
+"""A corpus: conversations in a file, one JSON object a line, messages in OpenAI's form.
+
+    {"source": "codex", "project": "...", "session": "...", "thread": "", "family": "9c56...", "messages": [
+      {"role": "user", "content": "..."},
+      {"role": "assistant", "content": "...", "reasoning_content": "...", "tool_calls": [
+        {"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}]},
+      {"role": "tool", "tool_call_id": "...", "name": "...", "content": "..."}]}
+
+Reading is strict: a damaged corpus is an error with the line's number, since results that depend on it would be wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from ..errors import ConfigError, CorpusError
+from .base import ROLES, Conversation, Message, SessionFile, ToolCall
+
+MAX_LINE_BYTES = 32 << 20  # of a conversation as it is written; longer ones are written in parts
+_SPLIT = b"pyspark-moe corpus 1 "
+
+
+def is_held_out(family: str, test_fraction: float) -> bool:
+    """Whether a family of sessions belongs to the held-out part: a hash of its name alone decides, so a family stays on its
+    side whatever else is read, and a larger fraction keeps what a smaller one held out. ConfigError unless 0 < fraction < 1."""
+    if not 0 < test_fraction < 1:
+        raise ConfigError(f"A test fraction of {test_fraction} leaves one side empty: give a number between 0 and 1, for example 0.1.")
+    value = int.from_bytes(hashlib.sha256(_SPLIT + family.encode("utf-8", "replace")).digest()[:8], "big")
+    return value < test_fraction * 2.0**64
+
+
+def message_object(message: Message) -> dict[str, Any]:
+    """A message in OpenAI's form, with thinking as reasoning_content; what is empty is left out, except content."""
+    result: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.thinking:
+        result["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        result["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        result["tool_call_id"] = message.call_id
+        if message.name:
+            result["name"] = message.name
+    return result
+
+
+class CorpusWriter:
+    """Writes a corpus that appears under its name, whole and readable by its owner only, when `with` ends without an error;
+    otherwise nothing is left. ConfigError when the file is there already and may not be replaced."""
+
+    def __init__(self, path: Path, replace: bool = False) -> None:
+        self.path, self.replace = path, replace
+        self.n_conversations = 0
+        self.n_bytes = 0
+        self._file: IO[bytes] | None = None
+        self._temporary = ""
+
+    def __enter__(self) -> CorpusWriter:
+        self._refuse_existing()
+        descriptor, self._temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)  # mode 0600
+        self._file = open(descriptor, "wb")
+        return self
+
+    def write(self, conversation: Conversation) -> None:
+        """Adds a conversation; n_bytes counts its text."""
+        if self._file is None:
+            raise ValueError("the corpus is not open")
+        for line in _lines(conversation):
+            self._file.write(line)
+            self.n_conversations += 1
+        self.n_bytes += conversation.n_bytes
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            with file:
+                if kind is None:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if kind is None:
+                self._refuse_existing()
+                os.replace(self._temporary, self.path)
+                self._temporary = ""
+        finally:
+            if self._temporary:
+                os.unlink(self._temporary)
+
+    def _refuse_existing(self) -> None:
+        if not self.replace and os.path.lexists(self.path):
+            raise ConfigError(f"{self.path} exists: choose another folder, or --force to replace it.")
+
+
+def _lines(conversation: Conversation) -> Iterator[bytes]:
+    """The conversation's line, or as many as it takes to keep within what read_corpus accepts."""
+    session = conversation.session
+    value = {
+        "source": session.source, "project": session.project, "session": session.session, "thread": conversation.thread,
+        "family": conversation.family, "messages": [message_object(message) for message in conversation.messages],
+    }
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    n = len(conversation.messages)
+    if len(line) <= MAX_LINE_BYTES or n < 2:
+        yield line
+        return
+    for part in (conversation.messages[: n // 2], conversation.messages[n // 2 :]):
+        yield from _lines(Conversation(session, part, conversation.thread, conversation.family))
+
+
+def read_corpus(path: Path) -> Iterator[Conversation]:
+    """The conversations of a corpus, one in memory at a time. The session of each has the corpus as its path.
+
+    CorpusError when the file cannot be read, or a line is damaged: cut off, too long, or not what CorpusWriter writes.
+    """
+    try:
+        with open(path, "rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                try:
+                    yield _conversation(line, path)
+                except (ValueError, RecursionError) as e:
+                    raise CorpusError(f"{path}, line {number}: {e or 'nested too deeply'}. Write it again with `pyspark-moe extract`.") from None
+    except OSError as e:
+        raise CorpusError(f"{path} cannot be read: {e.strerror or e}.") from None
+
+
+def _conversation(line: bytes, path: Path) -> Conversation:
+    if not line.endswith(b"\n"):
+        raise ValueError("longer than a conversation may be" if len(line) > MAX_LINE_BYTES else "cut off")
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None
+    except json.JSONDecodeError as e:
+        raise ValueError(f"not JSON ({e.msg})") from None
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("no list of messages")
+    session = SessionFile(_text(value, "source"), path, 0.0, len(line), _text(value, "project"), _text(value, "session"))
+    return Conversation(session, tuple(_message(item) for item in messages), _text(value, "thread"), _text(value, "family"))
+
+
+def _message(item: Any) -> Message:
+    if not isinstance(item, dict) or item.get("role") not in ROLES:
+        raise ValueError(f"a message whose role is none of {', '.join(ROLES)}")
+    calls = item.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise ValueError("tool_calls that are no list")
+    tool_calls = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ValueError("a tool call without a function")
+        tool_calls.append(ToolCall(_text(function, "name"), _text(function, "arguments"), _text(call, "id")))
+    return Message(
+        item["role"], _text(item, "content"), _text(item, "reasoning_content"), tuple(tool_calls), _text(item, "tool_call_id"), _text(item, "name")
+    )
+
+
+def _text(value: dict[str, Any], key: str) -> str:
+    """A string, "" when it is missing; ValueError for anything else, or for text that is not UTF-8 (a lone surrogate)."""
+    text = value.get(key, "")
+    if not isinstance(text, str):
+        raise ValueError(f"{key} that is no text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{key} with half a character") from None
+    return text
