@@ -251,6 +251,8 @@ def parse_profile(data: bytes) -> RoutingProfile:
         raise ProfileError("it does not begin like a routing profile" if data else "it is empty")
     if not data.endswith(b"\n"):
         raise ProfileError("its last line is cut off")
+    if data.startswith(_FIRST_LINE.encode() + b"\r"):
+        raise ProfileError("it has the line ends of another system")
     if data.count(b"\n") > MAX_LINES:
         raise ProfileError(f"it has more than {MAX_LINES} lines")
     try:
@@ -258,6 +260,8 @@ def parse_profile(data: bytes) -> RoutingProfile:
     except UnicodeDecodeError as e:
         raise ProfileError(f"byte {e.start} is not text") from None
     n_header = next((i for i, line in enumerate(lines[:_MAX_HEADER_LINES]) if not line.startswith("#")), len(lines))
+    if n_header > _MAX_HEADER_LINES:
+        raise ProfileError(f"its header has more than {_MAX_HEADER_LINES} lines")
     header = _parse_header(lines[1:n_header])
     if n_header == len(lines) or lines[n_header] != _COLUMNS:
         raise ProfileError(f"line {n_header + 1} should be {_COLUMNS!r}")
