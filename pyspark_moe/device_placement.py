@@ -6,7 +6,10 @@ Experts without a slot are read from pinned RAM; a large step has them copied in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from .model_info import ExpertLayer
 
@@ -46,27 +49,49 @@ def _shared_bytes(layers: Sequence[ExpertLayer], n_slots: int) -> int:
 
 def uniform_slots(layers: Sequence[ExpertLayer], budget: int) -> list[int]:
     """As many fast slots as fit `budget` bytes of device memory, about the same in every layer; maybe none."""
+    slots = [0] * len(layers)
+    _grow(layers, slots, budget, lambda i: float(slots[i]))
+    return slots
 
-    def total(n: int) -> int:
-        return sum(slot_bytes(layer, min(n, layer.n_expert)) for layer in layers)
 
-    low, high = 0, max((layer.n_expert for layer in layers), default=0)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if total(middle) <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    chosen = [min(low, layer.n_expert) for layer in layers]
-    left = budget - total(low)
-    while True:  # one more here and there: what is left of the budget, and of pages
-        grown = False
-        for i, layer in enumerate(layers):
-            if chosen[i] < layer.n_expert:
-                more = slot_bytes(layer, chosen[i] + 1) - slot_bytes(layer, chosen[i])
-                if more <= left:
-                    chosen[i] += 1
-                    left -= more
-                    grown = True
-        if not grown:
-            return chosen
+def greedy_slots(layers: Sequence[ExpertLayer], budget: int, floor: int, hotness: Mapping[int, np.ndarray]) -> list[int] | None:
+    """Fast slots by uses per byte: the next slot goes where the next expert is used most for its size.
+
+    hotness  layer number -> uses of each expert, float or int [n_expert]; a layer that is missing counts as unused.
+    Every layer gets `floor` slots first. None when they do not fit `budget` bytes of device memory. Ties go to the layer
+    with fewer slots, then to the earlier one, so the same input gives the same output.
+    """
+    slots = [min(floor, layer.n_expert) for layer in layers]
+    left = budget - sum(slot_bytes(layer, n) for layer, n in zip(layers, slots))
+    if left < 0:
+        return None
+    ranked = [np.sort(np.asarray(hotness.get(layer.layer, np.zeros(layer.n_expert)), dtype=float))[::-1] for layer in layers]
+    _grow(layers, slots, left, lambda i: -float(ranked[i][slots[i]]) / layers[i].expert_bytes)
+    return slots
+
+
+def _grow(layers: Sequence[ExpertLayer], slots: list[int], left: int, rank: Callable[[int], float]) -> None:
+    """Adds slots in place for `left` bytes, next where rank(i) of the layer with index i is least, until one does not fit.
+
+    Slots that pages paid for already hold are taken at once. So slots are added in an order that does not depend on the
+    budget, and a larger budget never takes a slot from any layer.
+    """
+
+    def fill(i: int) -> None:
+        paid = slot_bytes(layers[i], slots[i])
+        while slots[i] < layers[i].n_expert and slot_bytes(layers[i], slots[i] + 1) == paid:
+            slots[i] += 1
+
+    for i in range(len(layers)):
+        fill(i)
+    heap = [(rank(i), slots[i], i) for i, layer in enumerate(layers) if slots[i] < layer.n_expert]
+    heapq.heapify(heap)
+    while heap:
+        _, _, i = heapq.heappop(heap)
+        left -= slot_bytes(layers[i], slots[i] + 1) - slot_bytes(layers[i], slots[i])
+        if left < 0:
+            return
+        slots[i] += 1
+        fill(i)
+        if slots[i] < layers[i].n_expert:
+            heapq.heappush(heap, (rank(i), slots[i], i))

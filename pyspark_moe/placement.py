@@ -110,7 +110,9 @@ def greedy_slots(layers: Sequence[ExpertLayer], budget: int, floor: int, hotness
 
     hotness  layer number -> uses of each expert, float or int [n_expert]; a layer that is missing counts as unused.
     Every layer gets `floor` slots first, since a layer without them would read every token's experts from its home.
-    None when the floor does not fit. Ties go to the earlier layer, so the same input gives the same output.
+    None when the floor does not fit. Ties go to the earlier layer, so the same input gives the same output. The first slot that
+    does not fit ends it: slots come in an order that does not depend on the budget, and a larger budget never takes a slot
+    from any layer.
     """
     chosen = [min(floor, layer.n_expert) for layer in layers]
     fast = [fast_bytes(layer, n) for layer, n in zip(layers, chosen)]
@@ -128,10 +130,9 @@ def greedy_slots(layers: Sequence[ExpertLayer], budget: int, floor: int, hotness
     while heap:
         _, i = heapq.heappop(heap)
         new_fast, new_window = fast_bytes(layers[i], chosen[i] + 1), window_bytes(layers[i], chosen[i] + 1)
-        old_window, windows[i] = windows[i], new_window
+        windows[i] = new_window
         if total_fast - fast[i] + new_fast + max(windows) > budget:
-            windows[i] = old_window  # does not fit; a layer with smaller experts may still
-            continue
+            break
         total_fast += new_fast - fast[i]
         fast[i] = new_fast
         chosen[i] += 1
