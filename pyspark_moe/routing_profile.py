@@ -178,6 +178,11 @@ def merge_profiles(a: RoutingProfile, b: RoutingProfile) -> RoutingProfile:
     )
 
 
+def profile_time(profile: RoutingProfile) -> datetime:
+    """When it was last written, in UTC."""
+    return datetime.strptime(profile.updated, _TIME).replace(tzinfo=timezone.utc)
+
+
 def skew(profile: RoutingProfile) -> tuple[LayerSkew, ...]:
     """For each layer, how many experts take half and 90 % of its uses; 0 and 0 for a layer without uses."""
     layers = []
@@ -331,6 +336,16 @@ def write_profile(path: Path, profile: RoutingProfile) -> RoutingProfile:
             return _write(path, profile, held)
     except OSError as e:
         raise _not_saved(path, e) from e
+
+
+def reset_profile(path: Path) -> Path:
+    """Sets a profile file aside, good or bad, and gives back its new path. A server that serves the model goes on and begins
+    a new one with what it counts from now on. Raises ProfileWriteError."""
+    try:
+        with locked(path):
+            return set_aside(path)
+    except OSError as e:
+        raise ProfileWriteError(f"The routing profile '{path}' cannot be set aside: {_reason(e)}.") from e
 
 
 def _reason(error: OSError) -> str:

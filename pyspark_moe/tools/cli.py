@@ -10,6 +10,7 @@ from .. import __version__
 from ..command import run_command
 from .doctor import doctor
 from .plan import plan
+from .profile import profile
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -20,6 +21,7 @@ def command() -> None:
 
 command.add_command(doctor)
 command.add_command(plan)
+command.add_command(profile)
 
 
 def main() -> NoReturn:
