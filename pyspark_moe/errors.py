@@ -62,7 +62,11 @@ class HistoryError(SparkError):
 
 
 class CorpusError(SparkError, ValueError):
-    """A corpus of conversations cannot be read: it is damaged, cut off, or something else."""
+    """A corpus of conversations cannot be written, or not be read: it is damaged, cut off, or something else."""
+
+
+class TraceError(SparkError, ValueError):
+    """A routing trace cannot be written, or not be read: it is damaged, cut off, too large, or something else."""
 
 
 class BuildError(SparkError):

@@ -29,7 +29,7 @@ GENERATED = ("tests/data/", "benchmarks/results/", "pyspark_moe/data/")
 PURE = {"config", "errors", "model_info", "budget", "placement", "routing_profile", "history", "shared_file", "fingerprint", "model_profile"}
 NATIVE = ("pyspark_moe._native", "llama_cpp", "cffi")
 # The loader tells llama-cpp-python where its libraries are, in the way that package asks for; XDG_CACHE_HOME is a convention.
-ENVIRONMENT_ALLOWED = {"pyspark_moe/_native.py", "pyspark_moe/model_profile.py"}
+ENVIRONMENT_ALLOWED = {"pyspark_moe/_native.py", "pyspark_moe/bootstrap.py", "pyspark_moe/model_profile.py", "pyspark_moe/tools/extract.py"}
 ARCHITECTURES = re.compile(r"\b(laguna|qwen3moe|qwen35moe|gpt-?oss|deepseek\w*|gemma4|mixtral)\b", re.IGNORECASE)
 # draft.py tells which architectures expose what a draft model reads; native code and the rest must not care.
 ARCHITECTURES_ALLOWED = {"pyspark_moe/draft.py"}

@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -65,7 +66,10 @@ class CorpusWriter:
 
     def __enter__(self) -> CorpusWriter:
         self._refuse_existing()
-        descriptor, self._temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)  # mode 0600
+        try:
+            descriptor, self._temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)  # mode 0600
+        except OSError as e:
+            raise self._unwritable(e) from None
         self._file = open(descriptor, "wb")
         return self
 
@@ -74,7 +78,10 @@ class CorpusWriter:
         if self._file is None:
             raise ValueError("the corpus is not open")
         for line in _lines(conversation):
-            self._file.write(line)
+            try:
+                self._file.write(line)
+            except OSError as e:
+                raise self._unwritable(e) from None
             self.n_conversations += 1
         self.n_bytes += conversation.n_bytes
 
@@ -91,9 +98,15 @@ class CorpusWriter:
                 self._refuse_existing()
                 os.replace(self._temporary, self.path)
                 self._temporary = ""
+        except OSError as e:
+            if kind is None:
+                raise self._unwritable(e) from None
         finally:
             if self._temporary:
                 os.unlink(self._temporary)
+
+    def _unwritable(self, error: OSError) -> CorpusError:
+        return CorpusError(f"{self.path} cannot be written: {error.strerror or error}.")
 
     def _refuse_existing(self) -> None:
         if not self.replace and os.path.lexists(self.path):
@@ -114,6 +127,44 @@ def _lines(conversation: Conversation) -> Iterator[bytes]:
         return
     for part in (conversation.messages[: n // 2], conversation.messages[n // 2 :]):
         yield from _lines(Conversation(session, part, conversation.thread, conversation.family))
+
+
+def write_corpus(path: Path, conversations: Iterable[Conversation], replace: bool = False) -> int:
+    """Writes a corpus as CorpusWriter does; the number of lines in it."""
+    with CorpusWriter(path, replace) as writer:
+        for conversation in conversations:
+            writer.write(conversation)
+    return writer.n_conversations
+
+
+@dataclass(frozen=True)
+class Split:
+    """What went where. Sizes are bytes of text."""
+
+    train: Path
+    held_out: Path
+    n_train: int
+    n_held_out: int
+    train_bytes: int
+    held_out_bytes: int
+
+
+def write_split(
+    folder: Path, conversations: Iterable[Conversation], test_fraction: float, *, max_sessions: int, max_bytes: int, replace: bool = False
+) -> Split:
+    """train.jsonl and heldout.jsonl in `folder`, from the first conversations that stay within `max_sessions` transcripts and
+    `max_bytes` of text. Each family of sessions is on one side (is_held_out). ConfigError, CorpusError; then neither is
+    written."""
+    is_held_out("", test_fraction)  # a fraction that is refused is refused before anything is read
+    train, held_out = CorpusWriter(folder / "train.jsonl", replace), CorpusWriter(folder / "heldout.jsonl", replace)
+    sessions: set[Path] = set()
+    with train, held_out:
+        for conversation in conversations:
+            sessions.add(conversation.session.path)
+            if len(sessions) > max_sessions or train.n_bytes + held_out.n_bytes + conversation.n_bytes > max_bytes:
+                break
+            (held_out if is_held_out(conversation.family, test_fraction) else train).write(conversation)
+    return Split(train.path, held_out.path, train.n_conversations, held_out.n_conversations, train.n_bytes, held_out.n_bytes)
 
 
 def read_corpus(path: Path) -> Iterator[Conversation]:

@@ -9,6 +9,7 @@ import click
 from .. import __version__
 from ..command import run_command
 from .doctor import doctor
+from .extract import extract
 from .plan import plan
 from .profile import profile
 
@@ -20,6 +21,7 @@ def command() -> None:
 
 
 command.add_command(doctor)
+command.add_command(extract)
 command.add_command(plan)
 command.add_command(profile)
 
