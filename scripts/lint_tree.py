@@ -26,7 +26,10 @@ TEXT = CODE | {".md", ".toml", ".cmake", ".txt", ".patch", ".sh", ".yml"}
 GENERATED = ("tests/data/", "benchmarks/results/", "pyspark_moe/data/")
 
 # Importable alone: no library is loaded and no other layer is needed to test them.
-PURE = {"config", "errors", "model_info", "budget", "placement", "routing_profile", "history", "shared_file", "fingerprint", "model_profile"}
+PURE = {
+    "config", "errors", "model_info", "budget", "placement", "routing_profile", "history", "shared_file",
+    "fingerprint", "model_profile", "device_placement", "routing_trace", "simulator",
+}
 NATIVE = ("pyspark_moe._native", "llama_cpp", "cffi")
 # The loader tells llama-cpp-python where its libraries are, in the way that package asks for; XDG_CACHE_HOME is a convention.
 ENVIRONMENT_ALLOWED = {"pyspark_moe/_native.py", "pyspark_moe/bootstrap.py", "pyspark_moe/model_profile.py", "pyspark_moe/tools/extract.py"}

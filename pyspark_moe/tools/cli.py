@@ -12,6 +12,7 @@ from .doctor import doctor
 from .extract import extract
 from .plan import plan
 from .profile import profile
+from .trace import trace
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -24,6 +25,7 @@ command.add_command(doctor)
 command.add_command(extract)
 command.add_command(plan)
 command.add_command(profile)
+command.add_command(trace)
 
 
 def main() -> NoReturn:
