@@ -213,9 +213,10 @@ def _message(item: Any) -> Message:
         if not isinstance(function, dict):
             raise ValueError("a tool call without a function")
         tool_calls.append(ToolCall(_text(function, "name"), _text(function, "arguments"), _text(call, "id")))
-    return Message(
-        item["role"], _text(item, "content"), _text(item, "reasoning_content"), tuple(tool_calls), _text(item, "tool_call_id"), _text(item, "name")
-    )
+    call_id, name = _text(item, "tool_call_id"), _text(item, "name")
+    if item["role"] != "tool":
+        call_id = name = ""  # OpenAI allows a name there; it says nothing to a model
+    return Message(item["role"], _text(item, "content"), _text(item, "reasoning_content"), tuple(tool_calls), call_id, name)
 
 
 def _text(value: dict[str, Any], key: str) -> str:
