@@ -53,10 +53,10 @@ class Message:
         parts = [self.text, self.thinking, *(part for call in self.tool_calls for part in (call.name, call.arguments))]
         return sum(len(part.encode()) for part in parts)
 
-    def digest(self, before: bytes = b"") -> bytes:
-        """16 bytes that two messages share only when content and `before` are the same."""
+    def digest(self) -> bytes:
+        """16 bytes that two messages share only when their content is the same (names and ids aside)."""
         parts = [self.role, self.text, self.thinking, *(part for call in self.tool_calls for part in (call.name, call.arguments))]
-        hashed = blake2b(before, digest_size=16)
+        hashed = blake2b(digest_size=16)
         for part in parts:
             data = part.encode()
             hashed.update(len(data).to_bytes(8, "little") + data)

@@ -18,6 +18,7 @@ from .base import ReadLimits, ReadReport
 MAX_DEPTH = 8  # of folders; agents use up to 6
 MAX_ENTRIES = 1_000_000  # of folders and files below one folder: more is a mistake, and would never end
 _CHUNK = 1 << 20
+_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
 def walk(root: Path, wanted: Callable[[str], bool], entered: Callable[[str], bool], report: ReadReport) -> Iterator[tuple[Path, os.stat_result]]:
@@ -121,7 +122,7 @@ def _parse(line: bytes, ended: bool, report: ReadReport) -> dict[str, Any] | Non
     if not text:
         return None
     try:
-        value = json.loads(text, parse_constant=lambda name: None)
+        value = _DECODER.decode(text)
     except RecursionError:
         report.skip("lines that are nested too deeply")
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from hashlib import blake2b
 
 from .base import Message
 
@@ -29,8 +30,9 @@ class Repeated:
         pairs: set[bytes] = set()  # of this session: what is said twice in it is no copy
         try:
             for message in messages:
-                pair = message.digest(before or b"first")[:8]
-                name = Message("user", f"{source} {message.key}").digest(b"name")[:8] if message.key else None
+                own = message.digest()
+                pair = _mark((before or b"first") + own)
+                name = _mark(f"{source} {message.key}".encode()) if message.key else None
                 known = name in self._names
                 copied = known or pair in self._pairs
                 if name is not None:
@@ -43,8 +45,12 @@ class Repeated:
                         yield first, not copied
                         first = None
                     yield message, not copied
-                before = message.digest()
+                before = own
             if first is not None:
                 yield first, True
         finally:
             self._pairs |= pairs
+
+
+def _mark(data: bytes) -> bytes:
+    return blake2b(data, digest_size=8).digest()
