@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 # More examples, and new ones each time, than the ordinary run has: pytest tests/fuzz --hypothesis-profile fuzz
-settings.register_profile("fuzz", max_examples=10_000, deadline=None)
+settings.register_profile("fuzz", max_examples=4_000, deadline=None)
 
 
 @pytest.fixture(autouse=True)

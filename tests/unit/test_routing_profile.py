@@ -19,6 +19,7 @@ from pyspark_moe import routing_profile, shared_file
 from pyspark_moe.errors import ProfileError, ProfileWriteError
 from pyspark_moe.routing_profile import (
     MAX_COUNT,
+    MAX_LINES,
     MAX_TOTAL,
     RESTART_DECAY,
     ProfileFile,
@@ -282,6 +283,11 @@ def test_a_malformed_file_is_kept_aside_and_service_goes_on(name: str, file: Pro
     assert aside.read_bytes() == data and names(file.path.parent) == [aside.name]
     assert file.load() == (None, None)
     assert file.add(NEW, 10).tokens == 10 and file.load()[1] is None
+
+
+def test_a_file_of_endless_lines_is_not_taken_apart() -> None:
+    with pytest.raises(ProfileError, match=f"more than {MAX_LINES} lines"):
+        parse_profile((DATA / "profile_good.csv").read_bytes() + b"\n" * MAX_LINES)
 
 
 # -- the file
