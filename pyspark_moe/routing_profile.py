@@ -37,10 +37,20 @@ _KEYS = ("version", "fingerprint", "layers", "tokens", "uses", "starts", "tokens
 _MAX_HEADER_LINES = 64
 _HEADER_LINE = re.compile(r"# ?([a-z ]{1,32}): ?(.{0,65536})")
 _NAME = re.compile(r"[0-9A-Za-z_-]{1,128}")
+_TIME_TEXT = re.compile(r"[0-9]{4}(-[0-9]{2}){2}T[0-9]{2}(:[0-9]{2}){2}Z")
 _WHOLE = re.compile(r"[0-9]{1,19}")
 _LAYER = re.compile(r"([0-9]{1,6})x([0-9]{1,6})")
 _ROW = re.compile(r"([0-9]{1,6}),([0-9]{1,6}),([0-9]{1,19}(?:\.[0-9]{1,20})?(?:e[+-]?[0-9]{1,3})?)")
 _SPLIT = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+
+
+def _parse_time(text: str) -> datetime:
+    try:
+        if _TIME_TEXT.fullmatch(text):
+            return datetime.fromisoformat(text[:-1]).replace(tzinfo=timezone.utc)  # strptime would import on its first use, which may be at exit
+    except ValueError:
+        pass  # February 30
+    raise ProfileError(f"{text[:80]!r} is not a time such as {NEVER}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +85,7 @@ class RoutingProfile:
                 raise ProfileError(f"{name[:80]!r} is {total}, which is not a total from 0 to {MAX_TOTAL}")
         if self.tokens != min(sum(self.sources.values()), MAX_TOTAL) or not 0 <= self.tokens_at_start <= self.tokens:
             raise ProfileError(f"its totals of tokens do not agree: {self.tokens}, {self.tokens_at_start} at the last start, {dict(self.sources)}")
-        try:
-            datetime.strptime(self.updated, _TIME)
-        except ValueError:
-            raise ProfileError(f"{self.updated[:80]!r} is not a time such as {NEVER}") from None
+        _parse_time(self.updated)
         counts = {}
         for layer, given in sorted(self.counts.items()):
             values = np.array(given, dtype=np.float64)
@@ -180,7 +187,7 @@ def merge_profiles(a: RoutingProfile, b: RoutingProfile) -> RoutingProfile:
 
 def profile_time(profile: RoutingProfile) -> datetime:
     """When it was last written, in UTC."""
-    return datetime.strptime(profile.updated, _TIME).replace(tzinfo=timezone.utc)
+    return _parse_time(profile.updated)
 
 
 def skew(profile: RoutingProfile) -> tuple[LayerSkew, ...]:
