@@ -197,3 +197,12 @@ def test_arguments_are_always_a_json_object(tmp_path: Path) -> None:
         arguments = message.tool_calls[0].arguments
         arguments.encode()
         assert isinstance(json.loads(arguments), dict)
+
+
+def test_numbers_that_json_cannot_say_again(tmp_path: Path) -> None:
+    """1e999 is read as infinity, which JSON has no word for."""
+    path = tmp_path / "session.jsonl"
+    path.write_text(json.dumps(assistant({"type": "tool_use", "id": "t", "name": "n", "input": {"x": 7}})).replace("7", "1e999") + "\n")
+    report = ReadReport()
+    (message,) = SOURCE.read(SessionFile(SOURCE.name, path, 0.0, 0, "p"), ReadLimits(), report)
+    assert message.tool_calls[0].arguments == "{}" and report.skipped["arguments that are not JSON"] == 1

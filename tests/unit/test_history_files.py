@@ -109,6 +109,18 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path, source: str, good: dict[s
     assert messages == [] and report.skipped["files that cannot be read"] == 1
 
 
+@pytest.mark.timeout(20)
+def test_a_fifo_that_takes_a_files_place_behind_our_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look and the opening; without care the opening would wait for a writer."""
+    path, file = tmp_path / "s.jsonl", tmp_path / "file"
+    file.write_text("x")
+    os.mkfifo(path)
+    regular = os.stat(file)
+    monkeypatch.setattr(history_lines.os, "stat", lambda path: regular)
+    with pytest.raises(OSError, match="not a regular file"):
+        history_lines.open_regular(path)
+
+
 @pytest.mark.parametrize("kind", ["many lines", "one line of 100 MB", "a line that never ends"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "s.jsonl"
