@@ -54,6 +54,8 @@ class Server:
     def __init__(self, program: Sequence[str], args: Sequence[Any], *, enter: Callable[[], None] | None = None, timeout_s: float = 600) -> None:
         self.port = free_port()
         self._log = tempfile.TemporaryFile()
+        if tuple(program[-2:]) == DFLASH[-2:]:  # measurements neither feed a profile nor depend on one, unless they say so
+            args = [*args, *(part for flag in ("--spark-profile", "--spark-history") if flag not in args for part in (flag, "none"))]
         command = [*map(str, program), *map(str, args), "--host", "127.0.0.1", "--port", str(self.port)]
         self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, preexec_fn=enter, cwd="/")
         try:

@@ -134,6 +134,7 @@ int32_t spark_prefill_step(spark_prefill * prefill, int32_t * n_left) {
         std::vector<llama_token> & tokens = prefill->tokens;
         const size_t n = std::min(tokens.size() - prefill->n_done, (size_t) std::min(llama_n_ubatch(prefill->context), llama_n_batch(prefill->context)));
         if (n > 0) {
+            // one output for each micro-batch, which every context allows: the last layer is computed for those tokens only
             const int status = llama_decode(prefill->context, llama_batch_get_one(tokens.data() + prefill->n_done, (int32_t) n));
             prefill->n_done += n;
             if (status != 0) {

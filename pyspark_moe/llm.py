@@ -6,7 +6,9 @@ outside the object is changed.
 """
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,15 +16,18 @@ from typing import Any, TypeVar
 import gguf
 import numpy as np
 
-from ._native import Stats, Store, build_info, prepare_llama_cpp
+from ._native import Prefill, Stats, Store, build_info, prepare_llama_cpp
+from .bootstrap import find_history, read_history
 from .budget import Serving
 from .config import SparkConfig
-from .decision import Decision, decide
+from .decision import Decision, decide, replan
 from .errors import ConfigError, ModelLoadError, SparkError, StateError
 from .gpu import read_gpus
 from .load_log import LoadLog
 from .memory import read_machine_memory
 from .model_info import read_model_info
+from .placement import prior_uses
+from .profile_keeper import ProfileKeeper, hotness_of, open_profile
 from .residency import needs_placing, open_store, place
 
 llama_cpp = prepare_llama_cpp()
@@ -39,10 +44,11 @@ class Residency:
     decision   the effective configuration: mode, reason, slots per layer, bytes by term. Thread safe.
     """
 
-    def __init__(self, decision: Decision | None, store: Store | None, why: str) -> None:
+    def __init__(self, decision: Decision | None, store: Store | None, why: str, keeper: ProfileKeeper | None = None) -> None:
         self.decision = decision
         self.why = why
         self._store = store
+        self._keeper = keeper
 
     @property
     def is_active(self) -> bool:
@@ -79,9 +85,17 @@ class Residency:
         return store.counts(index)
 
     def reset_stats(self) -> None:
-        """Puts the counters back to zero; residency stays."""
+        """Puts the counters back to zero, after the profile has got them; residency stays."""
         if self._store:
+            self.save_profile()
             self._store.reset_stats()
+            if self._keeper:
+                self._keeper.ignore()
+
+    def save_profile(self) -> bool:
+        """Adds what the model's traffic has used since the last time to its profile, as close() does; False where there is no
+        profile, or it could not be saved (a line on stderr says why)."""
+        return self._keeper.save() if self._keeper else False
 
     def wait_idle(self, timeout_s: float = 10.0) -> bool:
         """Waits until no expert is being moved; False when that takes longer than `timeout_s` seconds."""
@@ -136,6 +150,7 @@ class SparkLlama(llama_cpp.Llama):
     ) -> None:
         self._spark_arguments = {"spark": spark, "draft": draft, "draft_tokens": draft_tokens, "use_mmap": kwargs.get("use_mmap", True)}
         self._store: Store | None = None
+        self._keeper: ProfileKeeper | None = None
         self._draft: Any = None
         path = os.fspath(model_path)
         try:
@@ -148,7 +163,9 @@ class SparkLlama(llama_cpp.Llama):
                 kwargs["logits_all"] = True  # llama_cpp verifies drafts with all logits, and sizes its array by this argument
             _load(path, lambda: self._load_model(path, kwargs))
             self._place(config)
+            self._learn(config)
         except BaseException:
+            self._keeper = None  # whatever was counted is no traffic
             self.close()
             raise
 
@@ -170,19 +187,27 @@ class SparkLlama(llama_cpp.Llama):
             n_gpu_layers=kwargs.get("n_gpu_layers", 0),
             device=f"CUDA{kwargs.get('main_gpu', 0)}",
         )
+        model = read_model_info(path)
+        file = open_profile(model, config)
+        profile = file.begin() if file is not None else None
         decision = decide(
-            read_model_info(path),
+            model,
             read_machine_memory(),
             config,
             serving,
             has_cuda=bool(info.get("cuda_enabled")),
             cuda_reason=str(info.get("cuda", "")),
             gpus=read_gpus(serving.n_gpu_layers),
+            hotness=hotness_of(profile, model),
         )
         self._store = open_store(path, decision, config)
+        if self._store is not None and file is not None:
+            self._keeper = ProfileKeeper(file, self._store, model.n_expert_used, _say, profile)
+            if file.warning:
+                _say(file.warning)
         if decision.gpu is not None and not serving.n_ctx:
             kwargs["n_ctx"] = decision.serving.n_ctx
-        return Residency(decision, self._store, decision.why)
+        return Residency(decision, self._store, decision.why, self._keeper)
 
     def _place(self, config: SparkConfig) -> None:
         """Gives the fast slots what the model and its context left of the GPU."""
@@ -193,7 +218,33 @@ class SparkLlama(llama_cpp.Llama):
         self.eval([(31 * i) % self.n_vocab() for i in range(max(1, min(self.n_batch, self.n_ctx() - 1)))])
         self.reset()
         self._ctx.kv_cache_clear()
-        self.spark.decision = place(store, decision, config)
+        self.spark.decision = place(store, decision, config, self._keeper.hotness if self._keeper else None)
+
+    def _learn(self, config: SparkConfig) -> None:
+        """Where no profile says which experts are hot, and the configuration wants that, agent history is read first."""
+        decision, store, keeper = self.spark.decision, self._store, self._keeper
+        if store is None or decision is None:
+            return
+        if store.stats().uses > 0:
+            store.reset_stats()  # a warm-up is no traffic
+        if keeper is not None:
+            keeper.ignore()
+        history = None if decision.has_all_fast or (keeper is not None and keeper.hotness is not None) else find_history(config)
+        if history is None:
+            return
+        with Prefill(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value) as reader:
+            done = read_history(history, config, reader, _say)
+        if done is None or done.n_tokens == 0:
+            return
+        uses = {layer.layer: store.counts(i) for i, layer in enumerate(store.layers)}
+        if keeper is not None:
+            keeper.save("history")
+        store.reset_stats()
+        if keeper is not None:
+            keeper.ignore()
+        self.spark.decision = replan(decision, config, prior_uses(uses, decision.model.n_expert_used))
+        assert self.spark.decision.plan is not None
+        store.place(self.spark.decision.plan)
 
     def _open_draft(self, draft: str | os.PathLike[str], path: str, draft_tokens: int, kwargs: dict[str, Any]) -> Any:
         from .speculative import open_draft
@@ -221,6 +272,9 @@ class SparkLlama(llama_cpp.Llama):
 
     def close(self) -> None:
         """Frees the model, its experts and the draft. May be called again, and after a failed constructor."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.close()  # while the counters can be read
         if "_stack" in self.__dict__:
             super().close()
             self._ctx = self._model = self._batch = _Closed(self.model_path if "model_path" in self.__dict__ else "")
@@ -247,6 +301,10 @@ class SparkLlama(llama_cpp.Llama):
         if self._spark_arguments["draft"] is not None:
             state["draft_model"] = None
         return state
+
+
+def _say(text: str) -> None:
+    print(f"spark: {text}", file=sys.stderr, flush=True)
 
 
 def _make_config(spark: SparkConfig | bool | None) -> SparkConfig:

@@ -16,8 +16,9 @@ def user_cache_folder() -> Path:
     return named if named.is_absolute() else Path("~/.cache").expanduser()
 
 
-def model_profile(model: ModelInfo, cache_folder: Path | None = None) -> ProfileFile:
+def model_profile(model: ModelInfo, cache_folder: Path | None = None, path: str | os.PathLike[str] | None = None) -> ProfileFile:
     """The profile file of a model; nothing is read of it yet. `cache_folder`: for models in read-only folders; default None:
-    user_cache_folder(). Reads the model's headers and samples. Raises ModelNotFoundError, ModelFileError."""
-    path = profile_path(model.path, cache_folder or user_cache_folder())
-    return ProfileFile(path, model_fingerprint(model), {layer.layer: layer.n_expert for layer in model.layers})
+    user_cache_folder(). `path`: another file, default None: the model's own. Reads the model's headers and samples. Raises
+    ModelNotFoundError, ModelFileError."""
+    own = profile_path(model.path, cache_folder or user_cache_folder()) if path is None else Path(path).expanduser()
+    return ProfileFile(own, model_fingerprint(model), {layer.layer: layer.n_expert for layer in model.layers})

@@ -7,6 +7,7 @@ time, so that a short detour of the traffic costs little and what serves well is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ def rebalance(
     if growth == 0 or allowed == 0:
         return None
     share = min(1.0, allowed / growth)
-    chosen = [c + (int(d * share) if d > 0 else -int(-(-d * share // 1))) for c, d in zip(current, wanted)]
+    chosen = [c + math.floor(d * share) for c, d in zip(current, wanted)]  # shrinking is rounded up, growing down
     # whole slots: what does not fit grows less, the layer that gains least first
     growing = sorted((i for i, d in enumerate(wanted) if d > 0), key=lambda i: wanted[i])
     while not fits(chosen):

@@ -10,6 +10,7 @@ import click
 
 from .. import __version__, demo_model, draft, errors
 from .._native import build_info
+from ..bootstrap import check_history
 from ..command import run_command
 from ..config import POLICIES, SparkConfig
 from ..decision import check_budgets, decide
@@ -95,6 +96,12 @@ class Gib(click.ParamType):
 @option("--spark-plan", group="Expert residency", is_flag=True, help="Print what would be in effect for MODEL and exit; no weights are loaded.")
 @option("--spark-policy", group="Expert residency", type=click.Choice(POLICIES), default="frequency", show_default=True,
         help="What chooses the expert that leaves a fast slot. static: none ever does. chaos: for tests.")
+@option("--spark-profile", group="Expert residency", metavar="FILE", default="auto", show_default=True,
+        help="Where to remember which experts the traffic uses. auto: beside the model, or in the cache folder. none: nowhere.")
+@option("--spark-history", group="Expert residency", metavar="FOLDER", default="auto", show_default=True,
+        help="What a model without a profile reads first, to learn which experts are hot: a folder of agent sessions, auto (Claude Code's and Codex's), or none. No text is kept.")
+@option("--spark-history-tokens", group="Expert residency", type=int, metavar="N", default=100_000, show_default=True, help="At most this many tokens of it.")
+@option("--spark-history-seconds", group="Expert residency", type=float, metavar="S", default=45.0, show_default=True, help="At most this long.")
 @option("--spark-io-threads", group="Expert residency", type=int, default=0, metavar="N", help="Threads that read missed experts, 1 to 64.  [default: chosen]")
 @option("--draft", "draft_file", group="Drafting", metavar="FILE", help="Draft model; the kind of drafting is read from the file and checked against the model.")
 @option("--demo", group="This program", is_flag=True, help="Serve the small model that comes with the package; --spark then keeps half of its experts.")
@@ -115,6 +122,10 @@ def serve(
     spark_force: bool,
     spark_plan: bool,
     spark_policy: str,
+    spark_profile: str,
+    spark_history: str,
+    spark_history_tokens: int,
+    spark_history_seconds: float,
     spark_io_threads: int,
     draft_file: str | None,
     demo: bool,
@@ -144,6 +155,10 @@ def serve(
         slots=spark_slots,
         force=spark_force,
         policy=spark_policy,
+        profile=spark_profile,
+        history=spark_history,
+        history_tokens=spark_history_tokens,
+        history_seconds=spark_history_seconds,
         io_threads=spark_io_threads,
     )
     info = build_info()
@@ -151,6 +166,7 @@ def serve(
     if spark_plan:
         return _print_plan(config, arguments, cuda)
     check_budgets(config, read_machine_memory(), *cuda)  # before a model is downloaded
+    check_history(config)
     args = list(arguments.args)
     if draft_file is not None:
         args += _draft_args(draft_file, arguments)
@@ -203,6 +219,14 @@ def child_args(config: SparkConfig) -> list[str]:
         args.append("--spark-force")
     if config.policy != "frequency":
         args += ["--spark-policy", config.policy]
+    for flag, value, default in (
+        ("--spark-profile", config.profile, "auto"),
+        ("--spark-history", config.history, "auto"),
+        ("--spark-history-tokens", config.history_tokens, 100_000),
+        ("--spark-history-seconds", config.history_seconds, 45.0),
+    ):
+        if value != default:
+            args += [flag, str(value)]
     if config.io_threads:
         args += ["--spark-io-threads", str(config.io_threads)]
     return args

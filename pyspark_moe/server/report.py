@@ -6,6 +6,7 @@ from typing import Any
 
 from ..budget import format_bytes
 from ..decision import Decision
+from ..routing_profile import ProfileFile, RoutingProfile
 
 PREFIX = "spark:"
 
@@ -75,11 +76,28 @@ def _gpu_lines(decision: Decision) -> list[str]:
 
 
 def slot_lines(decision: Decision) -> list[str]:
-    """The lines about fast slots on a GPU, once they are final."""
+    """The lines about fast slots when they have become final, or others."""
+    if decision.gpu is None:
+        return _ram_lines(decision)[:1]
     return [
         f"  fast    {_slots_text(decision)}: {format_bytes(decision.fast_bytes)} of GPU memory",
         f"  memory  {format_bytes(decision.need_bytes)} of {format_bytes(decision.gpu.limit_bytes)}: {_bill(decision)}",
     ]
+
+
+def profile_line(file: ProfileFile, profile: RoutingProfile | None) -> str:
+    """Where the profile is and what it knows."""
+    if profile is None or profile.is_empty:
+        return f"none yet; it will be '{file.path}'"
+    return f"'{file.path}': {profile.tokens} tokens in {profile.starts} starts, the hottest experts start in the fast slots"
+
+
+def profile_dict(file: ProfileFile, profile: RoutingProfile) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "path": str(file.path), "tokens": profile.tokens, "uses": profile.uses, "starts": profile.starts, "updated": profile.updated,
+        "sources": dict(profile.sources),
+    }
 
 
 def as_dict(decision: Decision) -> dict[str, Any]:

@@ -13,16 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._native import Store
+from .._native import Prefill, Store
+from ..bootstrap import find_history, read_history
 from ..budget import Serving, format_bytes
 from ..config import SparkConfig
-from ..decision import Decision, decide
-from ..errors import ModelFileError
+from ..decision import Decision, best_slots, decide, keeps_budget, replan
+from ..errors import ModelFileError, SparkError
 from ..gpu import read_gpus
 from ..memory import MachineMemory, read_machine_memory
 from ..model_info import read_model_info
+from ..placement import prior_uses
+from ..profile_keeper import ProfileKeeper, drifted, hotness_of, open_profile
+from ..rebalance import RebalanceLimits, rebalance
 from ..residency import needs_placing, open_store, place
-from .report import PREFIX, as_dict, block, budget_dict, slot_lines
+from .report import PREFIX, as_dict, block, budget_dict, profile_dict, profile_line, slot_lines
 
 ROUTES = ("/spark/stats", "/spark/budget")
 
@@ -67,6 +71,10 @@ class Session:
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._decision: Decision | None = None
+        self._keeper: ProfileKeeper | None = None
+        self._placed_at = 0  # tokens of traffic when experts were last placed
+        self._has_read_history = False
+        self._rebalance = RebalanceLimits()
         self._requests = _Requests()
         self._why_off = "no model is loaded in this process (a router's children have their own)"
 
@@ -81,6 +89,8 @@ class Session:
             if self.config.mode == "auto" and not self.config.has_budget:
                 return self._serve_without(str(e))  # nobody asked for residency, and llama.cpp may know this file
             raise
+        file = open_profile(model, self.config)
+        profile = file.begin() if file is not None else None
         decision = decide(
             model,
             self._read_memory(),
@@ -90,11 +100,18 @@ class Session:
             cuda_reason=self._cuda[1],
             has_overrides=loading.has_overrides,
             gpus=read_gpus(loading.serving.n_gpu_layers),
+            hotness=hotness_of(profile, model),
         )
         store = open_store(loading.path, decision, self.config)
         for line in block(decision):
             say(line)
-        self._replace(store, decision)
+        keeper = None
+        if store is not None and file is not None:
+            keeper = ProfileKeeper(file, store, model.n_expert_used, say, profile)
+            if file.warning:
+                say(f"  note    {file.warning}")
+            say(f"  profile {profile_line(file, profile)}")
+        self._replace(store, decision, keeper)
         return store
 
     def n_ctx(self, asked: int) -> int:
@@ -107,14 +124,45 @@ class Session:
         """Everything but fast slots is on the GPU: gives the slots what is left. `context`: the model's llama_context, a cffi
         pointer. Raises SparkError."""
         with self._lock:
-            store, decision = self._store, self._decision
-        if store is None or decision is None or not needs_placing(decision):
+            store, decision, keeper = self._store, self._decision, self._keeper
+        if store is None or decision is None:
             return
-        decision = place(store, decision, self.config)
-        for line in slot_lines(decision):
-            say(line)
+        hotness = keeper.hotness if keeper else None
+        if needs_placing(decision):
+            decision = place(store, decision, self.config, hotness)
+            for line in slot_lines(decision):
+                say(line)
+        if hotness is None and context is not None and not decision.has_all_fast:
+            decision = self._learn_from_history(store, decision, keeper, context)
+        if store.stats().uses > 0:
+            store.reset_stats()  # a warm-up and history are no traffic
+        if keeper:
+            keeper.ignore()
         with self._lock:
             self._decision = decision
+
+    def _learn_from_history(self, store: Store, decision: Decision, keeper: ProfileKeeper | None, context: Any) -> Decision:
+        """Has the model read agent history where the configuration wants that, and places experts by what it used."""
+        if self._has_read_history or (keeper is None and self.config.history == "auto"):
+            return decision
+        history = find_history(self.config)
+        self._has_read_history = True
+        if history is None:
+            return decision
+        store.reset_stats()
+        with Prefill(context) as reader:
+            done = read_history(history, self.config, reader, say)
+        if done is None or done.n_tokens == 0:
+            return decision
+        uses = {layer.layer: store.counts(i) for i, layer in enumerate(store.layers)}
+        if keeper:
+            keeper.save("history")
+        decision = replan(decision, self.config, prior_uses(uses, decision.model.n_expert_used))
+        assert decision.plan is not None
+        store.place(decision.plan)
+        for line in slot_lines(decision):
+            say(line)
+        return decision
 
     def _serve_without(self, why: str) -> None:
         self._why_off = why
@@ -137,7 +185,8 @@ class Session:
                 self._decision = replace(decision, notes=decision.notes + (note,))
 
     def request_finished(self, n_prompt: int, n_decoded: int, prompt_ms: float, decode_ms: float) -> None:
-        """Adds a request that has ended; the inference thread waits for this, so it only counts."""
+        """Adds a request that has ended. On the inference thread, which waits for this: it counts, and now and then, when
+        routing has drifted, moves some slots between layers."""
         with self._lock:
             r = self._requests
             r.finished += 1
@@ -145,13 +194,48 @@ class Session:
             r.decoded_tokens += n_decoded
             r.prompt_ms += prompt_ms
             r.decode_ms += decode_ms
+            keeper = self._keeper
+        if keeper is not None:
+            keeper.request_finished()
+            self._follow_drift(keeper)
+
+    def _follow_drift(self, keeper: ProfileKeeper) -> None:
+        with self._lock:
+            store, decision = self._store, self._decision
+            n_tokens = self._requests.prompt_tokens + self._requests.decoded_tokens
+        if store is None or decision is None or decision.has_all_fast or n_tokens - self._placed_at < self._rebalance.tokens:
+            return
+        self._placed_at = n_tokens
+        model, plan = decision.model, decision.plan
+        assert plan is not None
+        try:
+            uses = {layer.layer: store.counts(i) for i, layer in enumerate(store.layers)}
+            hotness = drifted(uses, keeper.hotness, model.n_expert_used)
+            current = [layer.n_fast for layer in plan.layers]
+            slots = rebalance(
+                model.layers, current, best_slots(decision, self.config, hotness), hotness, lambda n: keeps_budget(decision, n), self._rebalance
+            )
+            if slots is None:
+                return
+            decision = replan(decision, self.config, hotness, slots)
+            assert decision.plan is not None
+            store.place(replace(decision.plan, layers=tuple(replace(layer, initial=(), hotness=()) for layer in decision.plan.layers)))
+        except SparkError as e:
+            say(f"experts were not placed anew: {e}")
+            return
+        moved = sum(max(0, n - c) for n, c in zip(slots, current))
+        say(f"routing has drifted: {moved} of {sum(current)} slots moved to layers that use them more")
+        with self._lock:
+            self._decision = decision
 
     def shutdown(self) -> None:
         """Says in one line how residency did."""
         with self._lock:
-            store = self._store
+            store, keeper = self._store, self._keeper
         if store is None:
             return
+        if keeper is not None:
+            keeper.close()
         total = store.stats()
         if total.hit_rate is not None:
             say(
@@ -172,9 +256,12 @@ class Session:
     def close(self) -> None:
         self._replace(None, None)
 
-    def _replace(self, store: Store | None, decision: Decision | None) -> None:
+    def _replace(self, store: Store | None, decision: Decision | None, keeper: ProfileKeeper | None = None) -> None:
         with self._lock:
             old, self._store, self._decision = self._store, store, decision
+            old_keeper, self._keeper = self._keeper, keeper
+        if old_keeper is not None:
+            old_keeper.close()
         if old is not None:
             old.close()  # waits for answers that still read it
 
@@ -183,7 +270,7 @@ class Session:
 
     def _stats(self) -> dict[str, Any]:
         with self._lock:
-            store, decision, requests = self._store, self._decision, replace(self._requests)
+            store, decision, keeper, requests = self._store, self._decision, self._keeper, replace(self._requests)
         if decision is None:
             return self._no_model()
         result: dict[str, Any] = {
@@ -195,6 +282,8 @@ class Session:
         if store is not None:
             result["total"] = store.stats().as_dict()
             result["layers"] = [s.as_dict() for s in store.layer_stats()]
+        if keeper is not None and keeper.profile is not None:
+            result["profile"] = profile_dict(keeper.file, keeper.profile)
         return result
 
     def _budget(self) -> dict[str, Any]:

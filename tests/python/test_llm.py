@@ -16,6 +16,8 @@ import pytest
 import pyspark_moe
 from pyspark_moe import SparkConfig, SparkLlama, errors
 from pyspark_moe._native import prepare_llama_cpp
+from pyspark_moe.routing_profile import read_profile
+from transcripts import write_history
 
 llama_cpp = prepare_llama_cpp()
 DATA = Path(pyspark_moe.__file__).parent / "data"
@@ -217,3 +219,41 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         make(spark=False, path=broken(tmp_path, "unknown.gguf", lambda data: data.replace(b"laguna", b"lagune")))
     gc.collect()
     assert state() == before
+
+
+def test_a_model_learns_from_its_traffic(tmp_path: Path) -> None:
+    model = shutil.copy(TARGET, tmp_path / "model.gguf")
+    config = SparkConfig(slots=12)
+    with SparkLlama(model, spark=config, n_ctx=512, verbose=False) as llm:
+        text = llm("def f(x):", max_tokens=16, temperature=0)["choices"][0]["text"]
+        assert llm.spark.save_profile()
+        llm.spark.reset_stats()
+        llm("class A:", max_tokens=16, temperature=0)
+    first = read_profile(tmp_path / "model.gguf.spark.csv")
+    assert first is not None and first.tokens >= 32 and first.starts == 1
+    with SparkLlama(model, spark=config, n_ctx=512, verbose=False) as llm:
+        hottest = {layer: set(np.argsort(-uses, kind="stable")[:12]) for layer, uses in first.counts.items()}
+        assert {layer: set(np.flatnonzero(llm.spark.residency(layer) >= 0)) for layer in llm.spark.layers} == hottest
+        assert llm("def f(x):", max_tokens=16, temperature=0)["choices"][0]["text"] == text
+    second = read_profile(tmp_path / "model.gguf.spark.csv")
+    assert second is not None and second.tokens > first.tokens and second.starts == 2
+
+
+def test_a_model_reads_history_where_it_is_told_to(tmp_path: Path) -> None:
+    model = shutil.copy(TARGET, tmp_path / "model.gguf")
+    write_history(tmp_path, n_projects=1, n_sessions=2)
+    config = SparkConfig(slots=12, history=str(tmp_path / ".claude"), history_tokens=500, history_seconds=120)
+    with SparkLlama(model, spark=config, n_ctx=1024, verbose=False) as llm:
+        assert llm.spark.stats().uses == 0
+        assert all((llm.spark.residency(layer) >= 0).sum() == 12 for layer in llm.spark.layers)
+        assert llm("def f(x):", max_tokens=4, temperature=0)["choices"][0]["text"]
+    profile = read_profile(tmp_path / "model.gguf.spark.csv")
+    assert profile is not None and profile.sources["history"] == 500
+
+
+def test_a_profile_can_be_turned_off(tmp_path: Path) -> None:
+    model = shutil.copy(TARGET, tmp_path / "model.gguf")
+    with SparkLlama(model, spark=SparkConfig(slots=12, profile="none"), n_ctx=512, verbose=False) as llm:
+        llm("def f(x):", max_tokens=4)
+        assert not llm.spark.save_profile()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]

@@ -46,6 +46,8 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path
         command = [*program, *map(str, args), "--host", "127.0.0.1", "--port", str(self.port)]
+        if program is DFLASH_SERVER:  # a test that wants a profile says so
+            command += [part for flag in ("--spark-profile", "--spark-history") if flag not in command for part in (flag, "none")]
         if api_key is not None:
             command += ["--api-key", api_key]
         headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
