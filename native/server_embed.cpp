@@ -2,6 +2,7 @@
 #include "spark_moe.h"
 
 #include "server_hooks.h"
+#include "speculative/verify_cost.h"
 #include "status.h"
 
 #include "common.h"
@@ -9,6 +10,8 @@
 #include "server-common.h"
 #include "server-context.h"
 #include "server-http.h"
+#include "common/log.h"
+#include "common/speculative.h"
 
 #include <algorithm>
 #include <atomic>
@@ -41,6 +44,7 @@ public:
     }
 
     bool on_model_loading(common_params & params) override {
+        n_draft = common_speculative_n_max(&params.speculative);
         if (!callbacks.model_loading) {
             return true;
         }
@@ -78,6 +82,11 @@ public:
     bool on_contexts_created(llama_context * context, int n_ubatch) override {
         if (is_on_device) {
             warm_up(context, n_ubatch);
+        }
+        if (n_draft > 0 && callbacks.drafting.exact_verify) {
+            LOG_INF("spark: %s\n", spark::describe(spark::measure_verify_cost(context, 1 + n_draft)).c_str()); // llama.cpp's own info lines are not shown
+        } else if (n_draft > 0) {
+            LOG_INF("spark: draft: verified tokens are rounded in groups (--no-exact-verify), so greedy text may differ from the text without a draft\n");
         }
         return !callbacks.contexts_created || callbacks.contexts_created(callbacks.user, context) == 0;
     }
@@ -187,6 +196,7 @@ private:
     const spark_server_callbacks callbacks;
     std::vector<llama_model_tensor_buft_override> overrides_of_user;
     bool is_on_device = false;
+    int32_t n_draft   = 0; // most tokens that are drafted at once; 0: no drafting
 };
 
 std::atomic<bool> is_running { false };

@@ -215,6 +215,11 @@ struct spark_server_model {
     bool    has_overrides;    // the user passed -ot, --cpu-moe or --n-cpu-moe
 };
 
+// How drafting is done, whatever the kind of draft.
+struct spark_draft_params {
+    bool exact_verify; // round verified tokens as single ones, so that greedy text is the text without a draft
+};
+
 // All are called with `user`; a NULL callback is skipped. None is called from the decode path.
 struct spark_server_callbacks {
     void * user;
@@ -242,6 +247,7 @@ struct spark_server_callbacks {
     // arguments added to those llama-server gives its children, n_child_args of them.
     const char * child_program;
     const char * const * child_args;
+    struct spark_draft_params drafting;
 };
 
 // Sets the answer; copies. status: an HTTP status code.

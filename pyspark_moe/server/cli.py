@@ -15,6 +15,7 @@ from ..command import run_command
 from ..config import POLICIES, SparkConfig
 from ..decision import check_budgets, decide
 from ..decision_gpu import estimate
+from ..draft_config import DraftConfig
 from ..gpu import read_gpus
 from ..memory import read_machine_memory
 from ..model_info import read_model_info
@@ -104,6 +105,8 @@ class Gib(click.ParamType):
 @option("--spark-history-seconds", group="Expert residency", type=float, metavar="S", default=45.0, show_default=True, help="At most this long.")
 @option("--spark-io-threads", group="Expert residency", type=int, default=0, metavar="N", help="Threads that read missed experts, 1 to 64.  [default: chosen]")
 @option("--draft", "draft_file", group="Drafting", metavar="FILE", help="Draft model; the kind of drafting is read from the file and checked against the model.")
+@option("--exact-verify/--no-exact-verify", group="Drafting", default=True, show_default=True,
+        help="Round drafted tokens that are verified together as single ones: greedy text is the text without a draft. The cost is printed at start.")
 @option("--demo", group="This program", is_flag=True, help="Serve the small model that comes with the package; --spark then keeps half of its experts.")
 @option("--help-llama", group="This program", is_flag=True, help="Show llama-server's own flags and exit.")
 @option("--version", group="This program", is_flag=True, help="Show the versions of this program and of llama-server and exit.")
@@ -128,6 +131,7 @@ def serve(
     spark_history_seconds: float,
     spark_io_threads: int,
     draft_file: str | None,
+    exact_verify: bool,
     demo: bool,
     help_llama: bool,
     version: bool,
@@ -161,6 +165,7 @@ def serve(
         history_seconds=spark_history_seconds,
         io_threads=spark_io_threads,
     )
+    drafting = DraftConfig(exact_verify=exact_verify)
     info = build_info()
     cuda = (bool(info.get("cuda_enabled")), str(info.get("cuda", "")))
     if spark_plan:
@@ -170,7 +175,7 @@ def serve(
     args = list(arguments.args)
     if draft_file is not None:
         args += _draft_args(draft_file, arguments)
-    return run_server(Session(config, cuda), args, read_serving(args), child_args(config))
+    return run_server(Session(config, cuda), args, read_serving(args), child_args(config) + drafting.as_args(), drafting)
 
 
 def _use_demo(arguments: LlamaArguments) -> LlamaArguments:

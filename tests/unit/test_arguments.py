@@ -28,7 +28,7 @@ PASSED_ON = [
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     made: list[tuple] = []
 
-    def run_server(session, args, serving=None, child_args=()):  # noqa: ANN001, ANN202
+    def run_server(session, args, serving=None, child_args=(), drafting=None):  # noqa: ANN001, ANN202
         made.append((session, list(args), serving, list(child_args)))
         return 0
 
@@ -53,6 +53,13 @@ def test_llama_server_flags_pass_unchanged(calls: list[tuple], args: list[str], 
     if half and not args[half - 1].startswith("-"):
         run([*args[:half], *ours, *args[half:]])
         assert calls[-1][1] == args
+
+
+def test_flags_of_drafting_reach_the_children_of_a_router(calls: list[tuple]) -> None:
+    run(["--spark"])
+    assert calls[-1][3] == ["--spark"]
+    run(["--no-exact-verify"])
+    assert calls[-1][3] == ["--no-exact-verify"]
 
 
 def test_our_flags_reach_the_session(calls: list[tuple]) -> None:

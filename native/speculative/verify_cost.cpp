@@ -1,0 +1,70 @@
+#include "verify_cost.h"
+
+#include "../status.h"
+
+#include "ggml.h"
+#include "llama.h"
+#include "src/llama-ext.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace spark {
+
+namespace {
+
+constexpr int    ROUNDS      = 4;
+constexpr double MAX_STEP_MS = 1000;
+
+// Milliseconds of a step whose tokens all have outputs; negative when it fails.
+double step_ms(llama_context * context, int32_t n_tokens) {
+    const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(context)));
+    llama_batch batch = llama_batch_init(n_tokens, 0, 1);
+    batch.n_tokens = n_tokens;
+    for (int32_t i = 0; i < n_tokens; i++) {
+        batch.token[i]     = (llama_token) (i*31 % n_vocab);
+        batch.pos[i]       = i;
+        batch.n_seq_id[i]  = 1;
+        batch.seq_id[i][0] = 0;
+        batch.logits[i]    = true;
+    }
+    llama_memory_clear(llama_get_memory(context), false);
+    const int64_t start_us = ggml_time_us();
+    const bool ok = llama_decode(context, batch) == 0;
+    llama_synchronize(context);
+    const double ms = (ggml_time_us() - start_us)/1000.0;
+    llama_batch_free(batch);
+    return ok ? ms : -1;
+}
+
+} // namespace
+
+verify_cost measure_verify_cost(llama_context * context, int32_t n_tokens) {
+    verify_cost cost;
+    cost.exact_ms = cost.fast_ms = std::numeric_limits<double>::max();
+    const double first_ms = step_ms(context, n_tokens);
+    bool is_measured = first_ms >= 0 && first_ms <= MAX_STEP_MS;
+    for (int i = 0; i < 2*ROUNDS && is_measured; i++) {
+        const bool is_exact = i % 2 == 0;
+        llama_set_rows_alone(context, is_exact);
+        const double ms = step_ms(context, n_tokens);
+        double & best = is_exact ? cost.exact_ms : cost.fast_ms;
+        best = std::min(best, ms);
+        is_measured = ms >= 0;
+    }
+    cost.n_tokens = is_measured ? n_tokens : 0;
+    llama_set_rows_alone(context, true);
+    llama_memory_clear(llama_get_memory(context), true);
+    llama_perf_context_reset(context);
+    return cost;
+}
+
+std::string describe(const verify_cost & cost) {
+    const std::string what = "draft: verified tokens are rounded as single ones, so greedy text is the text without a draft";
+    if (cost.n_tokens == 0) {
+        return what + "; what that costs was not measured";
+    }
+    return what + format("; a step of %d takes %.2f instead of %.2f ms here (%+.0f %%), --no-exact-verify gives that up", cost.n_tokens, cost.exact_ms, cost.fast_ms, 100*cost.share());
+}
+
+} // namespace spark

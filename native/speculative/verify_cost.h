@@ -1,0 +1,27 @@
+// What it costs on this machine to round verified tokens as single ones (patches/0110): measured once, when the contexts are
+// there, so that the choice between equal text and faster steps is made with the numbers.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+struct llama_context;
+
+namespace spark {
+
+struct verify_cost {
+    int32_t n_tokens = 0; // verified together; 0: nothing was measured
+    double  exact_ms = 0; // a step with each token rounded as if alone
+    double  fast_ms  = 0; // a step with the kernels for this many rows
+
+    double share() const { return exact_ms/fast_ms - 1; }
+};
+
+// The quickest of a few steps of each kind, taken in turn, on an empty context that is left empty, without statistics and
+// with exact rounding on. Not measured when one step takes longer than a second (experts that come from a disk), or fails.
+verify_cost measure_verify_cost(llama_context * context, int32_t n_tokens);
+
+// One line for the person who chooses.
+std::string describe(const verify_cost & cost);
+
+} // namespace spark
