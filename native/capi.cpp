@@ -55,6 +55,7 @@ size_t spark_sizeof(int32_t which) {
         case SPARK_STRUCT_SERVER_MODEL:     return sizeof(spark_server_model);
         case SPARK_STRUCT_SERVER_CALLBACKS: return sizeof(spark_server_callbacks);
         case SPARK_STRUCT_DEVICE_INFO:      return sizeof(spark_device_info);
+        case SPARK_STRUCT_DRAFT_PARAMS:     return sizeof(spark_draft_params);
         default:                            return 0;
     }
 }

@@ -2,6 +2,7 @@
 #include "spark_moe.h"
 
 #include "server_hooks.h"
+#include "speculative/drafting.h"
 #include "speculative/verify_cost.h"
 #include "status.h"
 
@@ -45,6 +46,7 @@ public:
 
     bool on_model_loading(common_params & params) override {
         n_draft = common_speculative_n_max(&params.speculative);
+        drafting.reset();
         if (!callbacks.model_loading) {
             return true;
         }
@@ -97,13 +99,28 @@ public:
         }
     }
 
+    bool may_draft(int id_slot) override { return drafting.may_draft(id_slot); }
+    void on_drafted(int id_slot, llama_context * context_draft, size_t n_tokens) override { drafting.drafted(id_slot, context_draft, n_tokens); }
+    void on_verified(int id_slot, size_t n_accepted) override { drafting.verified(id_slot, n_accepted); }
+
+    void on_phase_end(server_phase phase) override {
+        if (n_draft > 0) {
+            drafting.phase_end(phase);
+        }
+    }
+
     void on_request_finished(int id_slot, const server_slot_stats & stats) override {
+        drafting.request_finished();
         if (callbacks.request_finished) {
             callbacks.request_finished(callbacks.user, id_slot, (int32_t) stats.n_prompt_processed, (int32_t) stats.n_gen, stats.t_prompt_ms(), stats.t_gen_ms());
         }
     }
 
     void on_shutdown() override {
+        const std::string drafted = spark::describe(drafting.get());
+        if (!drafted.empty()) {
+            LOG_INF("spark: %s\n", drafted.c_str());
+        }
         if (callbacks.shutdown) {
             callbacks.shutdown(callbacks.user);
         }
@@ -167,6 +184,33 @@ private:
         }
     }
 
+    // `body`, a JSON object, with one member more; unchanged, with a line in the log, when that fails.
+    template <typename F>
+    static std::string with_member(const std::string & body, const char * name, F && value) {
+        try {
+            json object = json::parse(body);
+            object[name] = value();
+            return safe_json_to_str(object);
+        } catch (const std::exception & e) {
+            spark::log(spark::log_level::error, "cannot add \"%s\" to an answer: %s", name, e.what());
+            return body;
+        }
+    }
+
+    static json draft_json(const spark::drafting::report & report) {
+        const auto & t = report.steps;
+        const auto ms = [&](server_phase phase) { return t.us[(int) phase]/1000.0; };
+        return {
+            { "steps", t.n_steps }, { "drafts", t.n_drafts }, { "drafted", t.n_drafted }, { "accepted", t.n_accepted },
+            { "drafted_at", t.drafted_at }, { "accepted_at", t.accepted_at },
+            { "pauses", report.n_pauses }, { "paused", report.n_paused }, { "broken", report.is_broken },
+            { "ms", {
+                { "draft", ms(server_phase::draft) }, { "heads", nullptr }, // in the draft's own graph, so part of its time
+                { "verify", ms(server_phase::verify) }, { "features", ms(server_phase::features) }, { "sampling", ms(server_phase::sampling) }, { "other", ms(server_phase::other) },
+            } },
+        };
+    }
+
     server_http_res_ptr answer(const std::string & path) const {
         spark_http_reply reply;
         const bool ok = callbacks.http_get && callbacks.http_get(callbacks.user, path.c_str(), &reply) == 0;
@@ -175,6 +219,9 @@ private:
         if (ok && !reply.content_type.empty()) {
             res->content_type = reply.content_type;
         }
+        if (ok && path == "/spark/stats" && n_draft > 0) {
+            reply.body = with_member(reply.body, "draft", [&] { return draft_json(drafting.get()); });
+        }
         res->data = ok ? reply.body : R"({"error":{"code":500,"message":"the handler of this route failed, see the server's log","type":"server_error"}})";
         return res;
     }
@@ -182,13 +229,7 @@ private:
     server_http_res_ptr add_props(server_http_res_ptr res) const {
         spark_http_reply reply;
         if (res && res->status == 200 && callbacks.props(callbacks.user, &reply) == 0) {
-            try {
-                json props = json::parse(res->data);
-                props["spark"] = json::parse(reply.body);
-                res->data = safe_json_to_str(props);
-            } catch (const std::exception & e) {
-                spark::log(spark::log_level::error, "cannot add \"spark\" to /props: %s", e.what());
-            }
+            res->data = with_member(res->data, "spark", [&] { return json::parse(reply.body); });
         }
         return res;
     }
@@ -196,6 +237,7 @@ private:
     const spark_server_callbacks callbacks;
     std::vector<llama_model_tensor_buft_override> overrides_of_user;
     bool is_on_device = false;
+    spark::drafting drafting;
     int32_t n_draft   = 0; // most tokens that are drafted at once; 0: no drafting
 };
 

@@ -2,6 +2,7 @@
 // nothing, so a server without hooks behaves exactly like the llama-server binary.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,9 @@ struct llama_context;
 struct server_http_context;
 struct server_routes;
 struct server_slot_stats;
+
+// What the time of a step is spent on, see server_hooks::on_phase_end.
+enum class server_phase { draft, verify, features, sampling, other };
 
 struct server_hooks {
     virtual ~server_hooks() = default;
@@ -30,9 +34,28 @@ struct server_hooks {
     // A request has left its slot, finished or cancelled. On the inference thread.
     virtual void on_request_finished(int id_slot, const server_slot_stats & stats) { (void) id_slot; (void) stats; }
 
+    // A slot is about to draft in this step. False: it writes one token without. On the inference thread, as the next three.
+    virtual bool may_draft(int id_slot) { (void) id_slot; return true; }
+
+    // A draft of `n_tokens` was made, 0 when there is nothing to propose. `context_draft` is null without a draft model.
+    virtual void on_drafted(int id_slot, llama_context * context_draft, size_t n_tokens) { (void) id_slot; (void) context_draft; (void) n_tokens; }
+
+    // The slot's draft was verified, and its first `n_accepted` tokens were what the target writes.
+    virtual void on_verified(int id_slot, size_t n_accepted) { (void) id_slot; (void) n_accepted; }
+
+    // The time since the last call was spent on this: making drafts, the target's batch (with prompts that share it), handing the
+    // target's activations to the draft, sampling and comparing, or anything else.
+    virtual void on_phase_end(server_phase phase) { (void) phase; }
+
     // Serving has ended; the model is still there.
     virtual void on_shutdown() {}
 
     // Router mode is about to start a child with these arguments, args[0] being the program.
     virtual void on_child_args(std::vector<std::string> & args) { (void) args; }
 };
+
+inline void server_phase_end(server_hooks * hooks, server_phase phase) {
+    if (hooks) {
+        hooks->on_phase_end(phase);
+    }
+}

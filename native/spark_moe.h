@@ -55,7 +55,8 @@ enum spark_struct {
     SPARK_STRUCT_STATS            = 4,
     SPARK_STRUCT_SERVER_MODEL     = 5,
     SPARK_STRUCT_SERVER_CALLBACKS = 6,
-    SPARK_STRUCT_DEVICE_INFO      = 7
+    SPARK_STRUCT_DEVICE_INFO      = 7,
+    SPARK_STRUCT_DRAFT_PARAMS     = 8
 };
 
 // What chooses the expert that leaves a fast slot.

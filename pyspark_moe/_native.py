@@ -48,6 +48,7 @@ _STRUCTS = (
     "spark_server_model",
     "spark_server_callbacks",
     "spark_device_info",
+    "spark_draft_params",
 )
 _POLICIES = {"frequency": "SPARK_POLICY_FREQUENCY", "static": "SPARK_POLICY_STATIC", "chaos": "SPARK_POLICY_CHAOS"}
 

@@ -1,0 +1,48 @@
+// Where the time of steps with a draft goes, and how deep drafts are accepted.
+#pragma once
+
+#include "server_hooks.h"
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace spark {
+
+// Pure: times come from the caller. Steps without a draft and what they cost are not counted.
+class step_profile {
+public:
+    static constexpr int N_PHASE = 5; // of server_phase
+
+    struct totals {
+        uint64_t n_steps    = 0;                // in which at least one sequence had a draft verified
+        uint64_t n_drafts   = 0;                // verified, over all sequences
+        uint64_t n_drafted  = 0;                // tokens
+        uint64_t n_accepted = 0;                // tokens
+        std::array<uint64_t, N_PHASE> us {};    // microseconds by server_phase, over n_steps
+        std::vector<uint64_t> accepted_at;      // [depth]: drafts of which more than `depth` tokens were accepted
+        std::vector<uint64_t> drafted_at;       // [depth]: drafts that were longer than `depth`
+    };
+
+    // The time since the last call belongs to `phase`. A step with a draft lasts until the next one drafts, or decodes.
+    void phase_end(server_phase phase, uint64_t now_us);
+
+    // A draft of the step was verified.
+    void verified(int32_t n_drafted, int32_t n_accepted);
+
+    // Nothing follows for a while: ends the step, and what passes until the next call is nobody's.
+    void rest();
+
+    const totals & get() const { return sum; }
+
+private:
+    void close_step();
+
+    totals   sum;
+    uint64_t last_us     = 0;
+    bool     has_draft   = false; // the open step began with a draft
+    bool     is_verified = false; // a draft was verified in the open step
+    std::array<uint64_t, N_PHASE> open {};
+};
+
+} // namespace spark
