@@ -109,3 +109,26 @@ _OVERRIDE_FLAGS = ("-ot", "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "
 def has_overrides(args: Sequence[str]) -> bool:
     """Whether the user places tensors with llama-server's own flags."""
     return any(arg in _OVERRIDE_FLAGS for arg in args)
+
+
+@dataclass(frozen=True)
+class CachePair:
+    """Types of K and V that the arguments give to one KV cache, and the flags that name them."""
+
+    k: str
+    v: str
+    flags: tuple[str, str]
+
+
+def cache_pairs(args: Sequence[str]) -> list[CachePair]:
+    """Of the target, and of the draft; llama-server's defaults where nothing is said."""
+    spellings = (
+        (("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v")),
+        (("--spec-draft-type-k", "-ctkd", "--cache-type-k-draft"), ("--spec-draft-type-v", "-ctvd", "--cache-type-v-draft")),
+    )
+    return [CachePair(value_of(args, k) or "f16", value_of(args, v) or "f16", (k[-1], v[-1])) for k, v in spellings]
+
+
+def has_flash_attention(args: Sequence[str]) -> bool:
+    """False when the arguments turn flash attention off."""
+    return value_of(args, ("-fa", "--flash-attn")) not in ("off", "disabled", "false", "0")

@@ -17,9 +17,10 @@ from ..decision import check_budgets, decide
 from ..decision_gpu import estimate
 from ..draft_config import DraftConfig
 from ..gpu import read_gpus
+from ..kv_cache import check_pair, supported_pairs
 from ..memory import read_machine_memory
 from ..model_info import read_model_info
-from .arguments import LlamaArguments, has_overrides, read_serving, take_model
+from .arguments import LlamaArguments, cache_pairs, has_flash_attention, has_overrides, read_serving, take_model
 from .launch import run_server
 from .report import PREFIX, block
 from .session import Session
@@ -175,6 +176,7 @@ def serve(
     args = list(arguments.args)
     if draft_file is not None:
         args += _draft_args(draft_file, arguments)
+    _check_cache_types(args, cuda[0])
     return run_server(Session(config, cuda), args, read_serving(args), child_args(config) + drafting.as_args(), drafting)
 
 
@@ -193,6 +195,14 @@ def _draft_args(draft_file: str, arguments: LlamaArguments) -> list[str]:
     if arguments.model is None:
         raise errors.ConfigError(f"--draft {draft_file} is checked against the model, so it needs a model file: MODEL, -m or --demo.")
     return draft.resolve(draft_file, arguments.model)
+
+
+def _check_cache_types(args: Sequence[str], has_cuda: bool) -> None:
+    n_gpu_layers = read_serving(args).n_gpu_layers
+    is_on_gpu = has_cuda and n_gpu_layers != 0 and bool(read_gpus(n_gpu_layers))
+    pairs = supported_pairs(is_on_gpu=is_on_gpu, has_flash_attention=has_flash_attention(args))
+    for pair in cache_pairs(args):
+        check_pair(pair.k, pair.v, pair.flags, pairs)
 
 
 def _print_plan(config: SparkConfig, arguments: LlamaArguments, cuda: tuple[bool, str]) -> int:

@@ -13,6 +13,7 @@ from .extract import extract
 from .plan import plan
 from .profile import profile
 from .trace import trace
+from .quantize_draft import quantize_draft
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -26,6 +27,7 @@ command.add_command(extract)
 command.add_command(plan)
 command.add_command(profile)
 command.add_command(trace)
+command.add_command(quantize_draft)
 
 
 def main() -> NoReturn:

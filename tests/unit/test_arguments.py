@@ -158,3 +158,19 @@ def test_help_does_not_depend_on_the_library(monkeypatch: pytest.MonkeyPatch) ->
 def test_two_values_of_one_option_take_the_last() -> None:
     with pytest.raises(ConfigError, match="Two models"):
         take_model(["x.gguf", "-m", "y.gguf"])
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["-m", "m.gguf", "-ctk", "q3_0"], "--cache-type-k q3_0 with --cache-type-v f16"),
+        (["-m", "m.gguf", "-ctv", "q8_0", "-fa", "off"], "with --cache-type-v q8_0"),
+        (["-m", "m.gguf", "-ctkd", "q8_0", "--spec-draft-type-v", "q4_9"], "--cache-type-k-draft q8_0 with --cache-type-v-draft q4_9"),
+    ],
+)
+def test_cache_types_are_checked_before_the_start(calls: list[tuple], args: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(args)
+    assert not calls
+    run(["-m", "m.gguf", "-ctk", "q8_0", "-ctv", "q4_0", "-ctkd", "q8_0"])
+    assert len(calls) == 1
