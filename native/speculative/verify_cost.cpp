@@ -41,6 +41,10 @@ double step_ms(llama_context * context, int32_t n_tokens) {
 
 verify_cost measure_verify_cost(llama_context * context, int32_t n_tokens) {
     verify_cost cost;
+    cost.is_exact = llama_set_rows_alone(context, true);
+    if (!cost.is_exact) {
+        return cost;
+    }
     cost.exact_ms = cost.fast_ms = std::numeric_limits<double>::max();
     const double first_ms = step_ms(context, n_tokens);
     bool is_measured = first_ms >= 0 && first_ms <= MAX_STEP_MS;
@@ -60,6 +64,9 @@ verify_cost measure_verify_cost(llama_context * context, int32_t n_tokens) {
 }
 
 std::string describe(const verify_cost & cost) {
+    if (!cost.is_exact) {
+        return "draft: a device of this model rounds verified tokens in groups, so greedy text may differ from the text without a draft";
+    }
     const std::string what = "draft: verified tokens are rounded as single ones, so greedy text is the text without a draft";
     if (cost.n_tokens == 0) {
         return what + "; what that costs was not measured";

@@ -10,6 +10,7 @@ struct llama_context;
 namespace spark {
 
 struct verify_cost {
+    bool    is_exact = false; // every backend of the context can
     int32_t n_tokens = 0; // verified together; 0: nothing was measured
     double  exact_ms = 0; // a step with each token rounded as if alone
     double  fast_ms  = 0; // a step with the kernels for this many rows
@@ -18,7 +19,7 @@ struct verify_cost {
 };
 
 // The quickest of a few steps of each kind, taken in turn, on an empty context that is left empty, without statistics and
-// with exact rounding on. Not measured when one step takes longer than a second (experts that come from a disk), or fails.
+// with exact rounding on. Not measured when a backend cannot round so (GPUs), when one step takes longer than a second (experts that come from a disk), or fails.
 verify_cost measure_verify_cost(llama_context * context, int32_t n_tokens);
 
 // One line for the person who chooses.
