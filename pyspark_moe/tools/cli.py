@@ -11,6 +11,7 @@ from ..command import run_command
 from .doctor import doctor
 from .extract import extract
 from .plan import plan
+from .pregate import pregate
 from .profile import profile
 from .trace import trace
 from .quantize_draft import quantize_draft
@@ -25,6 +26,7 @@ def command() -> None:
 command.add_command(doctor)
 command.add_command(extract)
 command.add_command(plan)
+command.add_command(pregate)
 command.add_command(profile)
 command.add_command(trace)
 command.add_command(quantize_draft)
