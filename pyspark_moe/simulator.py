@@ -37,11 +37,13 @@ class Ram:
     admit_margin   0: a missed expert always gets a slot (what the store does); else only when it is so many times hotter
                    than the coldest expert, which then stays
     replace_margin the same for experts that got no slot in their step: they get one between steps
+    by_position    uses within a step weigh by their token's place in it, as if tokens came one at a time; False: alike
     """
 
     half_life: float = HALF_LIFE
     admit_margin: float = 0.0
     replace_margin: float = REPLACE_MARGIN
+    by_position: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ def simulate(routing: Routing, plan: ResidencyPlan, policy: Policy, expert_bytes
     for first, n_tokens, step_uses in _steps(routing):
         used = step_uses > 0
         w = first // window
+        state.begin(routing.experts[first : first + int(n_tokens.max())])
         uses[w] += step_uses.sum(axis=1)
         hits[w] += (step_uses * state.resident).sum(axis=1)
         bytes_read[w] += state.step(step_uses, used, used & ~state.resident, n_tokens)
@@ -186,6 +189,9 @@ class _State:
         for i, layer in enumerate(plan.layers):
             self.resident[i, list(layer.initial)] = True
             self.pinned[i, list(layer.initial[: layer.n_pinned])] = True
+
+    def begin(self, experts: np.ndarray) -> None:
+        """The selections of a step as the routing has them, [n_tokens, n_layers, n_used]."""
 
     def step(self, uses: np.ndarray, used: np.ndarray, missed: np.ndarray, n_tokens: np.ndarray) -> float:
         """After the selections of a step are known. All [n_layers, n_expert], n_tokens [n_layers]. Returns the bytes read."""
@@ -251,9 +257,16 @@ class _RamState(_ScoredState):
     def __init__(self, routing: Routing, plan: ResidencyPlan, sizes: np.ndarray, policy: Ram, is_lru: bool = False) -> None:
         super().__init__(routing, plan, sizes, policy.half_life)
         self.policy, self.is_lru = policy, is_lru
+        self.experts = routing.experts[:0]
+
+    def begin(self, experts: np.ndarray) -> None:
+        self.experts = experts
 
     def record(self, uses: np.ndarray, used: np.ndarray, n_tokens: np.ndarray) -> None:
-        super().record(uses, used, n_tokens)
+        if self.policy.by_position and len(self.experts) > 1:
+            self._record_by_position()
+        else:
+            super().record(uses, used, n_tokens)
         if self.is_lru:
             self.scores[used] = self.tick
 
@@ -283,6 +296,13 @@ class _RamState(_ScoredState):
                 if left[row].any():
                     bytes_read += self._promote(layer, np.flatnonzero(left[row]), uses[layer])
         return bytes_read
+
+    def _record_by_position(self) -> None:
+        for ids in self.experts:
+            layers = np.flatnonzero(ids[:, 0] >= 0)
+            one = np.zeros(self.resident.shape, dtype=np.int64)
+            one[layers[:, None], ids[layers]] = 1
+            super().record(one, one > 0, np.isin(np.arange(len(ids)), layers).astype(np.int64))
 
     def _worth_it(self, rows: np.ndarray, missed: np.ndarray, victims: np.ndarray, n_free: np.ndarray) -> np.ndarray:
         """The missed experts that enter by a margin, the hottest for the coldest victim; keeps in `victims` those that leave."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -115,3 +118,12 @@ def test_the_tool_refuses_what_is_no_corpus(tmp_path: Path, line: bytes, error: 
 def test_the_tool_needs_something_to_read(tmp_path: Path) -> None:
     result = CliRunner().invoke(trace, [str(demo_path()), "--out", str(tmp_path / "o")])
     assert isinstance(result.exception, errors.ConfigError) and "--corpus or --text" in str(result.exception)
+
+
+def test_what_the_guide_shows_works() -> None:
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "guide" / "traces.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", guide, re.M | re.S)
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=300, cwd="/")
+    assert done.returncode == 0, done.stderr
+    rates = [float(rate) for rate in re.findall(r": ([\d.]+)% of the expert uses", done.stdout)]
+    assert len(rates) == 3 and max(rates) == rates[2] < 100

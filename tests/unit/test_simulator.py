@@ -89,6 +89,15 @@ def test_a_step_that_needs_more_than_fits_takes_free_slots_and_wins_others_by_a_
     assert result.hits[:, 0].tolist() == [3, 0, 0, 0, 2, 1] and result.bytes_read.tolist() == [3, 0, 0, 0, 0, 1]
 
 
+def test_uses_of_a_batch_may_weigh_by_their_place_in_it() -> None:
+    prompt = [0, 0, 0, 1, 2, 1, 2]
+    steps = [0, 7, 8]
+    alike, by_position = Ram(half_life=1), Ram(half_life=1, by_position=True)
+    slots = plan(2, (0, 3), 0, (0.0, 0.0, 0.0, 0.1))  # three experts do not fit: they win slots by a margin
+    assert hits([*prompt, 1], slots, alike, steps=steps)[7] == 1 and hits([*prompt, 0], slots, alike, steps=steps)[7] == 1
+    assert hits([*prompt, 1], slots, by_position, steps=steps)[7] == 1 and hits([*prompt, 0], slots, by_position, steps=steps)[7] == 0
+
+
 def test_device_copies_within_its_credit_and_after_a_delay() -> None:
     tokens = [2, 2, 2, 2, 2, 2]
     slots = plan(1, (0,))
@@ -218,3 +227,10 @@ def test_synthetic_routing_has_the_skew_and_the_topics_it_is_told() -> None:
     flat = Routers.make(n_layer=2, n_expert=64, n_topics=8, n_token=2048, n_embd=128, layer_skew=(0.0, 1.0))
     counts = flat.route(flat.topics_of_text(4000, 20, 1), 1).counts()
     assert hot_share(counts[0]) < hot_share(counts[1]) - 0.05
+
+
+@settings(max_examples=30)
+@given(cases())
+def test_by_position_is_token_by_token_where_steps_have_one_token(case: tuple[Routing, ResidencyPlan]) -> None:
+    a, b = (simulate(*case, Ram(half_life=3, by_position=flag)).hits for flag in (False, True))
+    assert np.array_equal(a, b)
