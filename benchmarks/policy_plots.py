@@ -17,7 +17,7 @@ from PIL import Image
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-CURVES = {"belady": "Belady (knows the future)", "frequency-64": "use counts, half-life 64", "frequency-512": "use counts, half-life 512", "lru": "LRU", "static": "static, from a profile"}
+CURVES = {"belady": "Belady (knows the future)", "frequency-48": "use counts, half-life 48", "frequency-512": "use counts, half-life 512", "lru": "LRU", "static": "static, from a profile"}
 COLOURS = ("#888888", "#0b6e4f", "#d1495b", "#30638e", "#edae49")
 WINDOW, SMOOTH = 64, 4  # tokens of a value, values of a mean
 

@@ -9,7 +9,8 @@ Ram     a missed expert takes a free slot or that of the coldest expert, at once
 Device  missed experts are copied between steps: by a margin only, within a share of the bytes that steps have missed
 Lru     as Ram, but the coldest is the one not used for longest
 Static  what the plan begins with stays
-Belady  knows the future: keeps what is used soonest. No policy that only brings experts a step has used hits more
+Belady  knows the future: keeps what is used soonest. In steps of one token no policy that only brings experts a step has
+        used hits more; in larger ones it is the least number of experts read, not of uses
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def test_the_recorded_inputs_and_the_routers_select_what_was_recorded(tmp_path: 
 
 def test_steps_and_residency_do_not_change_what_is_selected(tmp_path: Path) -> None:
     whole, _ = record(tmp_path / "a.trace", [text(0)], step=128)
-    alone, _ = record(tmp_path / "b.trace", [text(0)], SparkConfig(slots=6), step=1)
+    alone, _ = record(tmp_path / "b.trace", [text(0)], SparkConfig(slots=6, profile="none"), step=1)
     assert whole.routing.n_tokens == alone.routing.n_tokens > 256
     assert len(alone.routing.steps) == alone.routing.n_tokens + 1 and whole.routing.steps.tolist()[:3] == [0, 128, 256]
     assert (whole.routing.counts() > 0).sum() > 7 * 16
@@ -69,9 +69,9 @@ def test_steps_and_residency_do_not_change_what_is_selected(tmp_path: Path) -> N
     assert np.array_equal(whole.routing.in_steps_of(1).steps, alone.routing.steps)
 
 
-@pytest.mark.parametrize("config", [SparkConfig(slots=12), SparkConfig(slots=5), SparkConfig(ram_gib=INFO.expert_bytes * 0.6 / GIB)])
-def test_the_simulator_hits_what_a_store_hits(tmp_path: Path, config: SparkConfig) -> None:
-    read, (plan, stats) = record(tmp_path / "a.trace", [text(0, 1200), text(20, 800)], config, step=1)
+@pytest.mark.parametrize("config", [{"slots": 12}, {"slots": 5}, {"ram_gib": INFO.expert_bytes * 0.6 / GIB}])
+def test_the_simulator_hits_what_a_store_hits(tmp_path: Path, config: dict[str, float]) -> None:
+    read, (plan, stats) = record(tmp_path / "a.trace", [text(0, 1200), text(20, 800)], SparkConfig(profile="none", **config), step=1)
     simulated = simulate(read.routing, plan, Ram())
     assert simulated.hits.sum(axis=0).tolist() == [s.hits for s in stats]
     assert simulated.uses.sum(axis=0).tolist() == [s.uses for s in stats]
@@ -83,7 +83,7 @@ def test_the_simulator_hits_what_a_store_hits(tmp_path: Path, config: SparkConfi
 
 def test_the_simulator_hits_what_a_store_hits_with_prompts(tmp_path: Path) -> None:
     """A prompt that needs more experts than there are slots: one micro-batch each, then the store's thread settles."""
-    read, (plan, stats) = record(tmp_path / "a.trace", [text(n, 700) for n in (0, 20, 40, 5, 25)], SparkConfig(slots=12), step=512, wait=True)
+    read, (plan, stats) = record(tmp_path / "a.trace", [text(n, 700) for n in (0, 20, 40, 5, 25)], SparkConfig(slots=12, profile="none"), step=512, wait=True)
     assert len(read.routing.steps) - 1 == 5
     simulated = simulate(read.routing, plan, Ram())
     assert simulated.hits.sum(axis=0).tolist() == [s.hits for s in stats]
