@@ -8,7 +8,7 @@ int main(void) {
     const size_t sizes[] = {
         sizeof(struct spark_store_params), sizeof(struct spark_layer_info), sizeof(struct spark_layer_plan), sizeof(struct spark_plan),
         sizeof(struct spark_stats), sizeof(struct spark_server_model), sizeof(struct spark_server_callbacks),
-        sizeof(struct spark_device_info),
+        sizeof(struct spark_device_info), sizeof(struct spark_draft_params),
     };
     struct spark_store_params params;
     struct spark_store * store = NULL;
