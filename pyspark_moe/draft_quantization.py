@@ -136,7 +136,7 @@ def quantize_q4_0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """float32 [..., n] to Q4_0 [..., n / 32 * 18]: 32 values share an F16 scale and have 4 bits each, value = scale * (bits - 8).
 
     gguf's own quantiser takes the scale from the largest value; here scales around that one are tried for each block, and the
-    one with the least squared error is kept, which costs a draft about half as much acceptance.
+    one with the least squared error is kept, since a draft loses acceptance with it.
     """
     import numpy as np
 
