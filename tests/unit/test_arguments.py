@@ -65,7 +65,7 @@ def test_flags_of_drafting_reach_the_children_of_a_router(calls: list[tuple]) ->
 def test_our_flags_reach_the_session(calls: list[tuple]) -> None:
     run(["-m", "m.gguf", "--spark", "--spark-ram", "2.5", "--spark-policy", "static", "--spark-io-threads", "3", "--spark-force"])
     session, args, _, child = calls[-1]
-    assert session.config == SparkConfig(mode="on", ram_gib=2.5, policy="static", io_threads=3, force=True)
+    assert session.config == SparkConfig(mode="on", ram_gib=2.5, policy="static", io_threads=3, force=True, history="auto")
     assert args == ["-m", "m.gguf"]
     run([*child])
     assert calls[-1][0].config == session.config  # what a router's child is told is the same
