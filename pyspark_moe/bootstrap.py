@@ -90,7 +90,7 @@ def read_conversations(
     """Has the model read conversations until a limit, and counts. progress: gets the share that is done, 0 to 1."""
     start = clock()
     n_tokens = n_pieces = n_plain = 0
-    of_session: dict[Path, int] = {}
+    of_session: dict[tuple[Path, str], int] = {}  # all sessions of a corpus have its path
 
     def ended() -> str | None:
         if is_skipped():
@@ -100,7 +100,7 @@ def read_conversations(
         return f"the limit of {limits.seconds:g} s" if clock() - start >= limits.seconds else None
 
     for conversation in conversations:
-        session = conversation.session.path
+        session = (conversation.session.path, conversation.session.session)
         for messages in _pieces(conversation.messages):
             left = min(limits.tokens - n_tokens, limits.tokens_per_session - of_session.get(session, 0), PIECE_TOKENS)
             if left <= 0:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 
 class SparkError(Exception):
-    """Base of every error of this package."""
+    """Base of every error of this package. `exit_code`: what our programs end with after it."""
+
+    exit_code = 1
 
 
 class ConfigError(SparkError, ValueError):
@@ -67,6 +69,20 @@ class CorpusError(SparkError, ValueError):
 
 class TraceError(SparkError, ValueError):
     """A routing trace cannot be written, or not be read: it is damaged, cut off, too large, or something else."""
+
+
+class MeasurementError(SparkError):
+    """What was measured cannot be used: texts that should be the same differ, or nothing was measured."""
+
+
+class EngineError(SparkError):
+    """A program under measurement ended, or answered something else than it should; the text ends with its last log lines."""
+
+
+class StalledError(SparkError):
+    """A time-out: a program under measurement did nothing for too long, or the time for all of it is over."""
+
+    exit_code = 124  # as timeout(1) has it
 
 
 class BuildError(SparkError):

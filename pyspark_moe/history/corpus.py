@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import tempfile
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,6 +184,46 @@ def read_corpus(path: Path) -> Iterator[Conversation]:
                     raise CorpusError(f"{path}, line {number}: {e or 'nested too deeply'}. Write it again with `pyspark-moe extract`.") from None
     except OSError as e:
         raise CorpusError(f"{path} cannot be read: {e.strerror or e}.") from None
+
+
+class ShuffledCorpus:
+    """The conversations of a corpus in an order that depends on a seed and the lines' numbers alone, on any machine.
+
+    path, seed        the order is by a hash of seed and line number
+    n_conversations   lines
+    session_bytes     (source, session) -> bytes of text; a session may have several lines
+
+    Made by reading all of it once, so that a damaged line is found before anything else begins; then one conversation is in
+    memory at a time, and 24 bytes for each line. CorpusError as for read_corpus, and for an empty corpus.
+    """
+
+    def __init__(self, path: Path, seed: int = 0) -> None:
+        self.path, self.seed = path, seed
+        self.session_bytes: dict[tuple[str, str], int] = {}
+        order: list[tuple[bytes, int]] = []
+        offset = 0
+        for number, conversation in enumerate(read_corpus(path)):
+            session = conversation.session
+            key = (session.source, session.session)
+            self.session_bytes[key] = self.session_bytes.get(key, 0) + conversation.n_bytes
+            order.append((hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), offset))
+            offset += session.n_bytes  # of the line
+        if not order:
+            raise CorpusError(f"{path} has no conversations: make a corpus with `pyspark-moe extract`.")
+        self.n_conversations = len(order)
+        self._offsets = array("q", (offset for _, offset in sorted(order)))
+
+    def __iter__(self) -> Iterator[Conversation]:
+        """CorpusError where the file has changed since."""
+        try:
+            with open(self.path, "rb") as file:
+                for offset in self._offsets:
+                    file.seek(offset)
+                    yield _conversation(file.readline(MAX_LINE_BYTES + 1), self.path)
+        except (ValueError, RecursionError) as e:
+            raise CorpusError(f"{self.path} has changed while it was read: {e or 'nested too deeply'}.") from None
+        except OSError as e:
+            raise CorpusError(f"{self.path} cannot be read: {e.strerror or e}.") from None
 
 
 def _conversation(line: bytes, path: Path) -> Conversation:

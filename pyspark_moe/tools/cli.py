@@ -8,6 +8,7 @@ import click
 
 from .. import __version__
 from ..command import run_command
+from .calibrate import calibrate
 from .doctor import doctor
 from .extract import extract
 from .plan import plan
@@ -23,6 +24,7 @@ def command() -> None:
     """Tools around dflash_server, which has its own --help."""
 
 
+command.add_command(calibrate)
 command.add_command(doctor)
 command.add_command(extract)
 command.add_command(plan)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from ..budget import format_bytes
+from ..command import end_on_sigterm
 from ..errors import ConfigError, HistoryError
 from ..history import CLAUDE_CODE, CODEX, Conversation, History, HistoryFolder, chosen_folders
 from ..history.corpus import is_held_out, write_split
@@ -37,10 +36,6 @@ def _shown(history: History) -> Iterator[Conversation]:
         bar.update(len(history.sessions) - bar.pos)
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)  # through `finally`, so that temporary files go
-
-
 @click.command()
 @click.option("--claude-code", metavar="DIR", help="Claude Code's folder, or none. [default: where CLAUDE_CONFIG_DIR says, else ~/.claude]")
 @click.option("--codex", metavar="DIR", help="Codex's folder, or none. [default: where CODEX_HOME says, else ~/.codex]")
@@ -55,7 +50,7 @@ def extract(claude_code: str | None, codex: str | None, out: Path, test_fraction
     The files hold your conversations as text, are readable by you only, and are used by nothing until you name them.
     """
     is_held_out("", test_fraction)
-    signal.signal(signal.SIGTERM, _terminated)
+    end_on_sigterm()
     named = {CLAUDE_CODE: claude_code, CODEX: codex}
     folders = _existing(chosen_folders(os.environ, Path.home(), named), named)
     history = History.find(folders)
