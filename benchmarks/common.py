@@ -8,92 +8,31 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
 import re
 import signal
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-Metrics = Mapping[str, float]
+sys.path.append(str(ROOT))  # the package of this checkout where none is installed
+
+from pyspark_moe.measure import paired  # noqa: E402
+from pyspark_moe.measure.machine import machine, parse_gpus  # noqa: E402, F401
+from pyspark_moe.measure.paired import Metrics, Paired, format_metrics, quartiles  # noqa: E402, F401
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """(lower quartile, median, upper quartile)."""
-    if len(values) < 2:
-        return (values[0],) * 3
-    q = statistics.quantiles(values, n=4, method="inclusive")
-    return q[0], statistics.median(values), q[2]
-
-
-@dataclass
-class Paired:
-    """Rounds of several arms. rounds[i][arm][metric] is a number; higher or lower is better as the metric's name says."""
-
-    arms: tuple[str, ...]
-    rounds: list[dict[str, dict[str, float]]] = field(default_factory=list)
-
-    def median(self, arm: str, metric: str) -> float:
-        return statistics.median(r[arm][metric] for r in self.rounds)
-
-    def ratio(self, arm: str, base: str, metric: str) -> dict[str, float]:
-        """arm / base within rounds: median and quartiles."""
-        low, middle, high = quartiles([r[arm][metric] / r[base][metric] for r in self.rounds])
-        return {"median": middle, "lower_quartile": low, "upper_quartile": high}
-
-    def summary(self, base: str) -> dict[str, Any]:
-        """Medians of every arm and ratios to `base`."""
-        metrics = list(self.rounds[0][base])
-        return {
-            "rounds": len(self.rounds),
-            "base": base,
-            "medians": {arm: {m: self.median(arm, m) for m in metrics} for arm in self.arms},
-            "ratios": {arm: {m: self.ratio(arm, base, m) for m in metrics} for arm in self.arms if arm != base},
-        }
-
-
-def run_paired(
-    arms: Mapping[str, Callable[[], Metrics]],
-    rounds: int,
-    *,
-    warmup: int = 1,
-    pause_s: float = 0.0,
-    stop: Callable[[], bool] = lambda: False,
-    into: Paired | None = None,
-) -> Paired:
-    """Runs `rounds` rounds after `warmup` that are thrown away. The order within a round alternates, so that no arm always
-    comes first. stop: asked before every round, true ends them early. into: collects here, so that a round that fails
-    loses itself only."""
-    result = Paired(tuple(arms)) if into is None else into
-    for number in range(-warmup, rounds):
-        if stop():
-            progress(f"stopped before round {number + 1} of {rounds}")
-            break
-        names = list(arms) if number % 2 == 0 else list(reversed(arms))
-        measured = {}
-        for name in names:
-            measured[name] = dict(arms[name]())
-            time.sleep(pause_s)
-        if number >= 0:
-            result.rounds.append({name: measured[name] for name in arms})
-        progress(f"round {number + 1}/{rounds}: " + ", ".join(f"{n} {format_metrics(measured[n])}" for n in arms))
-    return result
+def run_paired(arms: Mapping[str, Callable[[], Metrics]], rounds: int, **options: Any) -> Paired:
+    """paired.run_paired with a line for every round on stderr."""
+    return paired.run_paired(arms, rounds, progress=progress, **options)
 
 
 def end_on_sigterm() -> None:
     """Makes SIGTERM an ordinary exit, so that servers under measurement are stopped too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-
-
-def format_metrics(metrics: Metrics) -> str:
-    return " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
 
 
 def progress(text: str) -> None:
@@ -115,46 +54,6 @@ def commit() -> str:
     """Short commit of this checkout; "+changes" when tracked files differ from it."""
     name = _command("git", "rev-parse", "--short=10", "HEAD") or "unknown"
     return name + ("+changes" if _command("git", "status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _cpu() -> dict[str, Any]:
-    text = Path("/proc/cpuinfo").read_text()
-    name = re.search(r"^model name\s*:\s*(.*)$", text, re.M)
-    flags = re.search(r"^flags\s*:\s*(.*)$", text, re.M)
-    wanted = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
-    have = set(flags.group(1).split()) if flags else set()
-    return {"name": name.group(1).strip() if name else platform.processor(), "cores": os.cpu_count(), "flags": [f for f in wanted if f in have]}
-
-
-def parse_gpus(text: str) -> list[dict[str, Any]]:
-    """What `nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max` says, a GPU a line."""
-    gpus = []
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 5:
-            name, driver, mib, *link = fields
-            generation, width = (int(value) if value.isdigit() else None for value in link)
-            gpus.append({"name": name, "driver": driver, "memory_gib": round(int(mib) / 1024, 1) if mib.isdigit() else None,
-                         "pcie_generation": generation, "pcie_width": width})  # fmt: skip
-    return gpus
-
-
-def _gpus() -> list[dict[str, Any]]:
-    query = "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"
-    return parse_gpus(_command("nvidia-smi", query, "--format=csv,noheader,nounits"))
-
-
-def machine() -> dict[str, Any]:
-    """The properties that make two results comparable; "gpus" only where there are some."""
-    gpus = _gpus()
-    memory = re.search(r"^MemTotal:\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
-    return {
-        "cpu": _cpu(),
-        "memory_gib": round(int(memory.group(1)) / 2**20, 1) if memory else None,
-        "kernel": platform.release(),
-        "system": platform.system(),
-        **({"gpus": gpus} if gpus else {}),
-    }
 
 
 def machine_slug(facts: Mapping[str, Any]) -> str:

@@ -1,129 +1,28 @@
-"""The arithmetic of bench_cuda.py: slots of a share, layers for --n-cpu-moe, predicted speed, curves, claims. Values in, values out."""
+"""The arithmetic of bench_cuda.py: predicted speed, claims; with that of pyspark_moe.measure. Values in, values out."""
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+import common  # noqa: F401  finds the package
+from pyspark_moe.measure.rates import add, between, curve, is_steady, level, per_token, recovery_tokens
+from pyspark_moe.measure.sizes import kept_bytes, limit_from_memory, more_layers, n_cpu_moe, resident_bytes, slots_for_share
+
+__all__ = [
+    "Comparison", "add", "between", "claims", "curve", "is_steady", "kept_bytes", "level", "limit_from_memory", "more_layers", "n_cpu_moe",
+    "per_token", "predicted_per_s", "recovery_tokens", "resident_bytes", "slots_for_share", "speed_table", "table",
+]
 
 GIB = 2**30
 # What issue 3 promises: ratios of decode or prefill speed, at least.
 ALL_RESIDENT, WARM_60, PREFILL_60, TWICE, OF_PREDICTED = 0.99, 0.95, 0.95, 2.0, 0.9
 
 
-class Layer(Protocol):
-    """A MoE layer as pyspark_moe.model_info describes it."""
-
-    layer: int
-    n_expert: int
-    expert_bytes: int
-    total_bytes: int
-
-
-def slots_for_share(layers: Sequence[Layer], share: float) -> int:
-    """Fast slots in every layer that keep `share` (0 to 1) of the experts."""
-    return round(share * max(layer.n_expert for layer in layers))
-
-
-def resident_bytes(layers: Sequence[Layer], slots: int) -> int:
-    """Bytes of the experts in `slots` fast slots of every layer."""
-    return sum(min(slots, layer.n_expert) * layer.expert_bytes for layer in layers)
-
-
-def n_cpu_moe(layers: Sequence[Layer], limit_bytes: float) -> int:
-    """The smallest --n-cpu-moe M, which keeps the experts of blocks 0..M-1 in RAM, such that the others' experts are at most
-    `limit_bytes`."""
-    kept = sum(layer.total_bytes for layer in layers)
-    if kept <= limit_bytes:
-        return 0
-    for layer in layers:
-        kept -= layer.total_bytes
-        if kept <= limit_bytes:
-            return layer.layer + 1
-    return layers[-1].layer + 1
-
-
-def kept_bytes(layers: Sequence[Layer], m: int) -> int:
-    """Bytes of experts on the GPU with --n-cpu-moe m."""
-    return sum(layer.total_bytes for layer in layers if layer.layer >= m)
-
-
-def limit_from_memory(layers: Sequence[Layer], base_memory: int, limit_memory: int) -> int:
-    """Bytes of experts that stock may keep on the GPU so that its process stays within `limit_memory`, when it takes
-    `base_memory` with all of them there."""
-    return sum(layer.total_bytes for layer in layers) - max(0, base_memory - limit_memory)
-
-
-def more_layers(layers: Sequence[Layer], m: int, excess_bytes: int) -> int:
-    """--n-cpu-moe for a process that took `excess_bytes` too many with m."""
-    return n_cpu_moe(layers, kept_bytes(layers, m) - excess_bytes)
-
-
 def predicted_per_s(base_per_s: float, missed_bytes: float, bandwidth: float) -> float:
     """Tokens/s when a token takes the all-GPU time and its missed bytes cross the bus after that. bandwidth: bytes/s."""
     return 1 / (1 / base_per_s + missed_bytes / bandwidth)
-
-
-def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int]:
-    """What the counters of /spark/stats "total" counted between two readings."""
-    names = ("uses", "hits", "misses", "bytes_home", "bytes_ahead", "bytes_read", "reads_home", "reads_ahead", "promotions", "steps", "steps_replayed")
-    return {name: after[name] - before[name] for name in names if name in after}
-
-
-def add(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Sums of several such counts."""
-    return {name: sum(c[name] for c in counts) for name in counts[0]}
-
-
-def per_token(counts: Mapping[str, int], uses_per_token: int) -> dict[str, float]:
-    """Rates from counts. uses_per_token: MoE layers x experts used; so tokens are those that were routed, exactly."""
-    uses = max(1, counts["uses"])
-    tokens = uses / uses_per_token
-    result = {"hit_rate": counts["hits"] / uses}
-    for name in ("misses", "bytes_home", "bytes_ahead", "bytes_read", "reads_home", "reads_ahead", "promotions"):
-        if name in counts:
-            result[f"{name}_per_token"] = counts[name] / tokens
-    if counts.get("steps"):
-        result["steps_replayed"] = counts["steps_replayed"] / counts["steps"]  # as a CUDA graph
-    return result
-
-
-def curve(readings: Sequence[Mapping[str, Any]], uses_per_token: int, start: float = 0.0) -> list[dict[str, float]]:
-    """Hit rate between consecutive readings; "tokens" counts from `start` to the end of the interval."""
-    points, tokens = [], start
-    for before, after in zip(readings, readings[1:]):
-        counts = between(before, after)
-        if counts["uses"] > 0:
-            n = counts["uses"] / uses_per_token
-            tokens += n
-            rates = per_token(counts, uses_per_token)
-            points.append({"tokens": round(tokens, 2), "n": round(n, 2), "hit_rate": round(rates["hit_rate"], 4),
-                           "promotions_per_token": round(rates["promotions_per_token"], 3)})  # fmt: skip
-    return points
-
-
-def level(points: Sequence[Mapping[str, float]], last_tokens: float) -> float | None:
-    """Mean hit rate over about the last `last_tokens` tokens of a curve; None for a shorter one."""
-    n, hits = 0.0, 0.0
-    for point in reversed(points):
-        n += point["n"]
-        hits += point["n"] * point["hit_rate"]
-        if n >= last_tokens:
-            return hits / n
-    return None
-
-
-def is_steady(points: Sequence[Mapping[str, float]], window: float = 128, within: float = 0.01) -> bool:
-    """True when the last window's hit rate is that of the window before, up to `within`."""
-    late, both = level(points, window), level(points, 2 * window)
-    return late is not None and both is not None and abs(late - both) <= within / 2
-
-
-def recovery_tokens(points: Sequence[Mapping[str, float]], steady: float | None, within: float = 0.02) -> float | None:
-    """Tokens until the hit rate first comes within `within` of its steady level; None when it does not."""
-    if steady is None:
-        return None
-    return next((point["tokens"] for point in points if point["hit_rate"] >= steady - within), None)
 
 
 @dataclass(frozen=True)

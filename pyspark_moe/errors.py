@@ -79,6 +79,10 @@ class EngineError(SparkError):
     """A program under measurement ended, or answered something else than it should; the text ends with its last log lines."""
 
 
+class RefusedError(EngineError):
+    """dflash_server refused to start, with a sentence of its own, for example since a budget cannot be kept."""
+
+
 class StalledError(SparkError):
     """A time-out: a program under measurement did nothing for too long, or the time for all of it is over."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from ..measure.results import ResultFile
 from ..model_info import read_model_info
 from ..model_profile import model_profile
 from ..routing_profile import ProfileFile, skew, write_profile
-from .measuring import gpu_layers_default, limit_options, residency_options
+from .measuring import file_digest, gpu_layers_default, limit_options, residency_options
 
 _FOREVER_S = 1e9
 
@@ -60,7 +59,7 @@ def calibrate(
         n_gpu_layers=gpu_layers_default(gpu_layers), n_threads=threads,
         spark={name: getattr(spark, name) for name in ("ram_gib", "vram_gib", "slots", "force") if getattr(spark, name) is not None},
     )  # fmt: skip
-    settings = {"corpus": corpus.name, "corpus_sha256": _digest(corpus), "model": model.name, "fingerprint": file.fingerprint, "tokens": tokens,
+    settings = {"corpus": corpus.name, "corpus_sha256": file_digest(corpus), "model": model.name, "fingerprint": file.fingerprint, "tokens": tokens,
                 "seconds": seconds, "seed": seed, "context": job.n_ctx, "gpu_layers": job.n_gpu_layers, "add": add}  # fmt: skip
     click.echo(f"{read.n_conversations} conversations of {len(read.session_bytes)} sessions; at most {job.tokens_per_session} tokens of each.", err=True)
     counted = Counted()
@@ -103,8 +102,3 @@ def _result(counted: Counted, path: Path) -> dict[str, object]:
     return {"profile": path.name, "tokens": counted.tokens, "pieces": counted.n_pieces, "plain_pieces": counted.n_plain, "seconds": counted.seconds,
             "ended": counted.ended or "early", "uses": {str(layer): int(uses.sum()) for layer, uses in counted.counts.items()},
             "residency": counted.why_residency}  # fmt: skip
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read()).hexdigest()

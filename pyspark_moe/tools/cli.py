@@ -16,6 +16,7 @@ from .pregate import pregate
 from .profile import profile
 from .trace import trace
 from .quantize_draft import quantize_draft
+from .validate import validate
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -32,6 +33,7 @@ command.add_command(pregate)
 command.add_command(profile)
 command.add_command(trace)
 command.add_command(quantize_draft)
+command.add_command(validate)
 
 
 def main() -> NoReturn:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,3 +50,17 @@ def gpu_layers_default(asked: int | None) -> int:
     from .._native import build_info, devices
 
     return -1 if build_info().get("cuda_enabled") and devices() else 0
+
+
+def words(text: str | tuple[str, ...]) -> tuple[str, ...]:
+    """A command or flags as typed in a shell."""
+    return text if isinstance(text, tuple) else tuple(shlex.split(text))
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(1 << 20):
+            digest.update(data)
+    return digest.hexdigest()

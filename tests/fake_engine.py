@@ -1,0 +1,72 @@
+"""A stand-in for dflash_server that answers as told: python fake_engine.py BEHAVIOUR [flags of a server]
+
+serve    answers every request with the tokens 1, 2, 3 ...
+other    serve, but without every expert resident the third token differs
+stall    answers /health and then nothing
+sleep    never listens
+die      ends at the first completion
+refuse   ends at the start with a sentence, as dflash_server does
+crash    ends at the start with a traceback
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+BEHAVIOUR, FLAGS = sys.argv[1], sys.argv[2:]
+ALL_RESIDENT = "1000000" in FLAGS
+uses = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def reply(self, value: object) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        names = ("bytes_read", "bytes_home", "bytes_ahead", "promotions", "steps", "steps_replayed", "reads_home", "reads_ahead")
+        total = {"uses": uses, "hits": uses // 2, "misses": uses - uses // 2, "n_fast": 4, "n_expert": 8, "fast_bytes": 1, **dict.fromkeys(names, 0)}
+        self.reply({"total": total} if self.path == "/spark/stats" else {"status": "ok"})
+
+    def do_POST(self) -> None:
+        global uses
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if BEHAVIOUR == "stall":
+            time.sleep(600)
+        if self.path == "/apply-template":
+            return self.reply({"prompt": " ".join(m["content"] for m in body["messages"])})
+        if self.path == "/tokenize":
+            return self.reply({"tokens": list(range(len(body["content"].split())))})
+        if BEHAVIOUR == "die":
+            print("out of memory", file=sys.stderr, flush=True)
+            os._exit(3)
+        self.send_response(200)
+        self.end_headers()
+        n = body["n_predict"]
+        for i in range(n):
+            token = 99 if BEHAVIOUR == "other" and i == 2 and not ALL_RESIDENT else i
+            uses += 8
+            self.wfile.write(b"data: " + json.dumps({"content": "x", "tokens": [token]}).encode() + b"\n\n")
+        timings = {"predicted_n": n, "predicted_per_second": 10.0, "prompt_n": len(body["prompt"]), "prompt_per_second": 100.0}
+        self.wfile.write(b"data: " + json.dumps({"content": "", "timings": timings}).encode() + b"\n\n0\r\n\r\n")
+
+
+if __name__ == "__main__":
+    if BEHAVIOUR == "sleep":
+        time.sleep(600)
+    if BEHAVIOUR == "refuse" and ALL_RESIDENT:
+        sys.exit("dflash_server: error: --spark-ram 1 is too little.")
+    if BEHAVIOUR == "crash":
+        raise RuntimeError("no such backend")
+    port = int(FLAGS[FLAGS.index("--port") + 1])
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
