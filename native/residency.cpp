@@ -163,21 +163,21 @@ void expert_store::acquire(layer_state & layer, context_lease & lease, const cha
     lease.distinct.clear();
     lease.missing.clear();
     for (int64_t t = 0; t < n_tokens; t++) {
+        layer.policy.advance(1); // each token at its place: the end of a prompt says more about what follows than its beginning
         for (int64_t k = 0; k < n_used; k++) {
             int32_t expert;
             memcpy(&expert, ids + t * nb1 + k * nb0, sizeof(expert));
             GGML_ASSERT(expert >= 0 && expert < layer.file.n_expert);
             out[t * n_used + k] = expert;
+            layer.policy.record(expert, 1);
             if (lease.uses[expert]++ == 0) {
                 lease.distinct.push_back(expert);
             }
         }
     }
 
-    layer.policy.advance(n_tokens);
     for (int32_t expert : lease.distinct) {
         const int32_t n = lease.uses[expert];
-        layer.policy.record(expert, n);
         layer.stats.uses[expert] += n;
         layer.stats.n_uses       += n;
         const int32_t slot = layer.slot_of[expert];
@@ -246,8 +246,9 @@ bool expert_store::retire(layer_state & layer, int32_t expert, bool force, int32
     slot = layer.slot_of[victim];
     leave_slot(layer, slot, layer_state::SLOT_BUSY);
 
-    // A context may hold its last lease while it is idle, so the wait is bounded and the victim comes back.
-    const bool unread = layer.slot_released.wait_for(lock, std::chrono::milliseconds(50), [&] { return layer.readers[slot] == 0; });
+    // A context may hold its last lease while it is idle, so the wait is bounded and the victim comes back. A layer of a large
+    // step can take a good part of this on a busy machine.
+    const bool unread = layer.slot_released.wait_for(lock, std::chrono::milliseconds(500), [&] { return layer.readers[slot] == 0; });
     if (unread) {
         return true;
     }

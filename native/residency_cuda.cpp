@@ -235,14 +235,16 @@ residency_cuda::reads residency_cuda::read_counters(cudaStream_t stream) {
             without_slot.clear(); // out of date: nobody took them for long
         }
         std::lock_guard<std::mutex> layer_lock(layer->mutex);
-        layer->policy.advance(std::max<int64_t>(1, n_uses / std::max(1, layer->n_used.load(std::memory_order_relaxed))));
+        const int64_t n_tokens = std::max<int64_t>(1, n_uses / std::max(1, layer->n_used.load(std::memory_order_relaxed)));
+        layer->policy.advance(n_tokens);
+        const double weight = layer->policy.mean_weight(n_tokens); // which token of a prompt used it is not known here
         for (int32_t e = 0; e < layer->file.n_expert; e++) {
             const size_t i = offsets[layer->index] + e;
             const uint32_t n = now.counts[i] - before.counts[i];
             if (n == 0) {
                 continue;
             }
-            layer->policy.record(e, n);
+            layer->policy.record(e, weight * n);
             layer->stats.uses[e] += n;
             if (layer->slot_of[e] < 0) {
                 without_slot.push_back(e);

@@ -19,7 +19,7 @@ void residency_policy::seed(const std::vector<double> & uses) {
 
 void residency_policy::advance(int64_t n_tokens) {
     tick++;
-    // one huge batch must not overflow the weight: beyond 1024 tokens older uses are negligible anyway
+    // one huge batch must not overflow the weight: so many tokens make older uses negligible anyway
     weight *= std::pow(growth, (double) std::min<int64_t>(n_tokens, 4096));
     if (weight > WEIGHT_MAX) {
         renormalise();
@@ -33,9 +33,14 @@ void residency_policy::renormalise() {
     weight = 1;
 }
 
-void residency_policy::record(int32_t expert, int64_t n) {
-    scores[expert] += weight * (double) n;
+void residency_policy::record(int32_t expert, double uses) {
+    scores[expert] += weight * uses;
     last_used[expert] = tick;
+}
+
+double residency_policy::mean_weight(int64_t n_tokens) const {
+    const double n = (double) std::max<int64_t>(1, n_tokens);
+    return (1 - std::pow(growth, -n)) / (n * (1 - 1 / growth)); // a geometric series
 }
 
 void residency_policy::select_victims(std::vector<int32_t> & candidates, size_t n) const {

@@ -10,15 +10,17 @@ namespace spark {
 
 class residency_policy {
 public:
-    // half_life: tokens after which a past use counts half.
-    explicit residency_policy(int32_t n_expert, double half_life = 512.0);
+    // half_life: tokens after which a past use counts half. The default is measured: docs/decisions/0042.
+    explicit residency_policy(int32_t n_expert, double half_life = 48.0);
 
     // Uses that count as if they had just happened, [n_expert], instead of what was recorded; empty: changes nothing.
     void seed(const std::vector<double> & uses);
-    // A step of n_tokens begins; uses recorded after it weigh more than those before.
+    // n_tokens pass; uses recorded after it weigh more than those before.
     void advance(int64_t n_tokens);
-    // The step selected `expert` n times.
-    void record(int32_t expert, int64_t n);
+    // `expert` was selected so often, now; earlier uses weigh less than one each (mean_weight).
+    void record(int32_t expert, double uses);
+    // What one use counts on average that lies anywhere within the last n_tokens; 1 for the last one.
+    double mean_weight(int64_t n_tokens) const;
     // Hotter is greater; comparable between experts of this layer at any one time.
     double score(int32_t expert) const { return scores[expert]; }
     // The score of one use now: score / unit compares experts of different layers.

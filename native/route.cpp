@@ -73,7 +73,7 @@ static ggml_tensor * device_route(ggml_context * ctx, device_site & site, ggml_t
     int n_src = 1;
     ggml_tensor * input = find_router(ids, site.router);
     site.ahead_graph = nullptr;
-    if (input && site.device->wants_ahead(site, ids->ne[0], ids->ne[1]) && input->ne[0] == site.next->router.weight->ne[0] && input->ne[1] == ids->ne[1]) {
+    if (input && ggml_is_contiguous(input) && site.device->wants_ahead(site, ids->ne[0], ids->ne[1]) && input->ne[0] == site.next->router.weight->ne[0] && input->ne[1] == ids->ne[1]) {
         site.ahead_graph = ctx;
         site.ahead_input = src[1] = input;
         n_src = 2;

@@ -18,7 +18,7 @@ constexpr milliseconds POLL_IDLE { 50 };
 constexpr size_t MOVES_MAX = 64;         // at once
 // Bytes copied for each byte of experts that steps have missed. Both share PCIe: more would slow down the steps that the
 // copies are for.
-constexpr double COPIES_PER_READ = 0.5;
+constexpr double COPIES_PER_READ = 1.0;
 constexpr double CREDIT_MAX      = 256e6; // bytes
 constexpr int32_t STEP_TIMEOUT_MS = 5000; // a step that takes longer has been aborted
 

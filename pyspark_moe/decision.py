@@ -94,8 +94,8 @@ def decide(
     has_cuda, cuda_reason  whether this build has a CUDA backend, and the build's sentence about it
     gpus                   those that ggml sees
     has_overrides          the user placed tensors with llama-server's own flags (-ot, --cpu-moe, --n-cpu-moe)
-    hotness                layer -> uses of each expert (placement.prior_uses), for placement by use; default: the same slots in
-                           every layer
+    hotness                layer -> uses of each expert (placement.prior_uses): who starts in the slots and, on a GPU, how many each
+                           layer gets
 
     Raises ConfigError (a flag this build cannot honour), NoExpertsError (a budget for a dense model), BudgetError (a
     budget that cannot be met), MachineMemoryError (too little memory, and config.force is not set).
@@ -164,14 +164,15 @@ def replan(decision: Decision, config: SparkConfig, hotness: Mapping[int, np.nda
 
 
 def best_slots(decision: Decision, config: SparkConfig, hotness: Mapping[int, np.ndarray]) -> list[int]:
-    """Fast slots of each layer that serve this hotness best within the decision's budget; the user's where there is none."""
+    """Fast slots of each layer that serve this hotness best within the decision's budget; the user's where there is none.
+
+    In RAM they stay: the window of large steps grows with the layer that has fewest slots, so uneven slots cost more of them than
+    they gain (docs/decisions/0042)."""
     model, plan = decision.model, decision.plan
     assert plan is not None
     current = [p.n_fast for p in plan.layers]
-    if config.slots is not None or decision.budget_bytes is None:
+    if config.slots is not None or decision.budget_bytes is None or decision.gpu is None:
         return current
-    if decision.gpu is None:
-        return placement.greedy_slots(model.layers, decision.budget_bytes, model.n_expert_used, hotness) or current
     return device_placement.greedy_slots(model.layers, decision.budget_bytes - plan.staging_bytes, least_slots(model), hotness) or current
 
 
@@ -224,11 +225,11 @@ def _decide_on(
             notes.append(f"fewer than {3 * model.n_expert_used} slots a layer (three times what a token uses) miss often")
     elif budget is not None:
         why = f"{why}, --spark-ram {config.ram_gib:g}"
-        slots = _slots_for(model, machine, budget, hotness)
+        slots = _slots_for(model, machine, budget)
     else:
         budget = _choose_budget(model, machine, base, config)
         why = f"{why}; the budget is chosen from {format_bytes(machine.available_bytes)} available"
-        slots = _slots_for(model, machine, budget, hotness, is_chosen=True)
+        slots = _slots_for(model, machine, budget, is_chosen=True)
     plan = placement.make_plan(model.layers, slots, policy=config.policy, seed=config.seed, hotness=hotness)
     terms = base + _expert_terms(model, slots)
     decision = Decision(config.mode, True, why, model, machine, plan, terms, budget, tuple(notes), serving=serving)
@@ -248,14 +249,9 @@ def _choose_budget(model: ModelInfo, machine: MachineMemory, base: tuple[Term, .
     return max(free, smallest) if config.force else free
 
 
-def _slots_for(
-    model: ModelInfo, machine: MachineMemory, budget: int, hotness: Mapping[int, np.ndarray] | None, *, is_chosen: bool = False
-) -> list[int]:
+def _slots_for(model: ModelInfo, machine: MachineMemory, budget: int, *, is_chosen: bool = False) -> list[int]:
     smallest = placement.smallest_budget(model.layers, model.n_expert_used)
-    if hotness is not None:
-        slots = placement.greedy_slots(model.layers, budget, model.n_expert_used, hotness)
-    else:
-        slots = placement.uniform_slots(model.layers, budget, model.n_expert_used)
+    slots = placement.uniform_slots(model.layers, budget, model.n_expert_used)
     if slots is not None:
         return slots
     needs = (

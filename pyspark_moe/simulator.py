@@ -25,7 +25,7 @@ import numpy as np
 from .placement import ResidencyPlan
 from .routing_trace import Routing
 
-HALF_LIFE = 512.0  # tokens; this and the next as in native/residency_policy
+HALF_LIFE = 48.0  # tokens; this and the next as in native/residency_policy
 REPLACE_MARGIN = 1.25
 _WEIGHT_MAX = 1e100
 _MAX_ADVANCE = 4096
@@ -44,7 +44,7 @@ class Ram:
     half_life: float = HALF_LIFE
     admit_margin: float = 0.0
     replace_margin: float = REPLACE_MARGIN
-    by_position: bool = False
+    by_position: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Device:
 
     half_life: float = HALF_LIFE
     margin: float = REPLACE_MARGIN
-    copies_per_read: float = 0.5
+    copies_per_read: float = 1.0
     credit_max: float = 256e6
     moves_max: int = 64
     delay_steps: int = 1
@@ -220,8 +220,12 @@ class _ScoredState(_State):
             for i in np.flatnonzero(self.weight > _WEIGHT_MAX):
                 self.scores[i] /= self.weight[i]
                 self.weight[i] = 1.0
-        self.scores += self.weight[:, None] * uses
+        self.scores += (self.weight * self.mean_weight(n_tokens))[:, None] * uses
         self.last_used[used] = self.tick
+
+    def mean_weight(self, n_tokens: np.ndarray) -> np.ndarray | float:
+        """What a use within the last n_tokens [n_layers] counts."""
+        return 1.0
 
     def coldest(self, candidates: np.ndarray, rows: np.ndarray, n: np.ndarray) -> np.ndarray:
         """Which of the candidates bool [n_rows, n_expert] of these layers leave first, n [n_rows] of each: coldest, then not
@@ -366,6 +370,10 @@ class _DeviceState(_ScoredState):
         if self.arrive_in == 0:
             self._arrive()
         return bytes_missed + copied
+
+    def mean_weight(self, n_tokens: np.ndarray) -> np.ndarray:
+        n = np.maximum(1, n_tokens).astype(float)
+        return (1 - self.growth**-n) / (n * (1 - 1 / self.growth))
 
     def _arrive(self) -> None:
         for layer, expert in self.arriving:

@@ -60,6 +60,19 @@ static void uses_halve_with_the_half_life() {
     CHECK(policy.score(1) > policy.score(0));
 }
 
+static void uses_of_many_tokens_count_as_if_spread_over_them() {
+    residency_policy one_by_one(1, 10.0), at_once(1, 10.0);
+    for (int i = 0; i < 500; i++) {
+        one_by_one.advance(1);
+        one_by_one.record(0, 3);
+    }
+    at_once.advance(500);
+    at_once.record(0, at_once.mean_weight(500) * 500 * 3);
+    CHECK(std::abs(at_once.score(0) / at_once.unit() / (one_by_one.score(0) / one_by_one.unit()) - 1.0) < 1e-9);
+    CHECK(std::abs(at_once.mean_weight(1) - 1.0) < 1e-12);
+    CHECK(residency_policy(1, 1e12).mean_weight(1000) > 0.99);
+}
+
 static void recency_beats_an_old_favourite() {
     residency_policy policy(2, 64.0);
     policy.advance(1);
@@ -124,6 +137,7 @@ int main() {
     RUN(selection_is_limited_to_candidates);
     RUN(ties_go_to_the_least_recently_used);
     RUN(uses_halve_with_the_half_life);
+    RUN(uses_of_many_tokens_count_as_if_spread_over_them);
     RUN(recency_beats_an_old_favourite);
     RUN(replacement_needs_a_margin);
     RUN(a_long_life_stays_finite);

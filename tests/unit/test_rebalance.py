@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyspark_moe.model_info import ExpertLayer
-from pyspark_moe.placement import greedy_slots, make_plan, prior_uses, resident_bytes
+from pyspark_moe.placement import PRIOR_TOKENS, greedy_slots, make_plan, prior_uses, resident_bytes
 from pyspark_moe.rebalance import RebalanceLimits, covered_share, rebalance
 
 LAYERS = [ExpertLayer(i, 32, (40960, 40960, 40960)) for i in range(4)]
@@ -67,7 +67,7 @@ def test_a_step_keeps_the_budget_and_never_covers_less(flatness: list[float], cu
 
 def test_plans_begin_with_the_uses_they_were_made_from() -> None:
     prior = prior_uses({0: np.arange(32), 1: np.zeros(32)}, 4)
-    assert set(prior) == {0} and np.isclose(prior[0].sum(), 4 * 256)
+    assert set(prior) == {0} and np.isclose(prior[0].sum(), 4 * PRIOR_TOKENS)
     plan = make_plan(LAYERS, [2, 2, 2, 2], hotness=prior)
     assert plan.layers[0].initial == (31, 30) and plan.layers[0].hotness == tuple(prior[0])
     assert plan.layers[1].initial == () and plan.layers[1].hotness == ()

@@ -92,7 +92,7 @@ def test_a_step_that_needs_more_than_fits_takes_free_slots_and_wins_others_by_a_
 def test_uses_of_a_batch_may_weigh_by_their_place_in_it() -> None:
     prompt = [0, 0, 0, 1, 2, 1, 2]
     steps = [0, 7, 8]
-    alike, by_position = Ram(half_life=1), Ram(half_life=1, by_position=True)
+    alike, by_position = Ram(half_life=1, by_position=False), Ram(half_life=1)
     slots = plan(2, (0, 3), 0, (0.0, 0.0, 0.0, 0.1))  # three experts do not fit: they win slots by a margin
     assert hits([*prompt, 1], slots, alike, steps=steps)[7] == 1 and hits([*prompt, 0], slots, alike, steps=steps)[7] == 1
     assert hits([*prompt, 1], slots, by_position, steps=steps)[7] == 1 and hits([*prompt, 0], slots, by_position, steps=steps)[7] == 0
