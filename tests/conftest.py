@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# A shell's background job ignores Ctrl-C, and so would every server that a test starts there.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # More examples, and new ones each time, than the ordinary run has: pytest tests/fuzz --hypothesis-profile fuzz
 settings.register_profile("fuzz", max_examples=4_000, deadline=None)

@@ -3,6 +3,7 @@
 serve    answers every request with the tokens 1, 2, 3 ...
 other    serve, but without every expert resident the third token differs
 stall    answers /health and then nothing
+first    serve with every expert resident, else stall
 sleep    never listens
 die      ends at the first completion
 refuse   ends at the start with a sentence, as dflash_server does
@@ -41,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         global uses
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if BEHAVIOUR == "stall":
+        if BEHAVIOUR == "stall" or (BEHAVIOUR == "first" and not ALL_RESIDENT):
             time.sleep(600)
         if self.path == "/apply-template":
             return self.reply({"prompt": " ".join(m["content"] for m in body["messages"])})
