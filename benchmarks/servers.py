@@ -4,7 +4,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import socket
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from common import ROOT
+from pyspark_moe.measure.streaming import events_of, stream_completion
 
 DFLASH = (sys.executable, "-m", "pyspark_moe.server.cli")
 STOCK = ROOT / "build" / "stock" / "bin" / "llama-server"
@@ -90,28 +90,12 @@ class Server:
         time to first token, the client looks every 2 ms only: a read for every token would take processor time from the
         server. watch: called after the first event and, unless `every` is 0, after about `every` more, and so on."""
         what = prompt if isinstance(prompt, str) else list(prompt)
-        body = json.dumps({"prompt": what, "n_predict": n, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "stream": True}).encode()
-        head = f"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        request = {"prompt": what, "n_predict": n, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "stream": True}
         with socket.create_connection(("127.0.0.1", self.port), timeout=timeout_s) as connection:
-            begin = time.perf_counter()
-            connection.sendall(head.encode() + body)
-            received = bytearray()
-            while b"data: " not in received:
-                self._receive(connection, received)
-            first = time.perf_counter() - begin
-            if watch:
-                watch()
-            next_event = 1 + every
-            while not received.endswith(b"0\r\n\r\n"):
-                time.sleep(0.002)
-                self._receive(connection, received)
-                if watch and every and received.count(b"data: ") >= next_event:
-                    watch()
-                    next_event = received.count(b"data: ") + every
-            total = time.perf_counter() - begin
+            received, first, total = stream_completion(connection, request, self._receive, watch, every)
         if not received.startswith(b"HTTP/1.1 200 "):
             raise Failed(f"the server answered {bytes(received[:400])!r}\n{self.log_tail()}")
-        events = [json.loads(event) for event in re.findall(rb"data: (\{[^\n]*\})", received)]
+        events = events_of(received)
         if not events or "timings" not in events[-1]:
             raise Failed(f"the server's answer ended early: {bytes(received[-400:])!r}\n{self.log_tail()}")
         timings = events[-1]["timings"]

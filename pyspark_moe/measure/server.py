@@ -16,9 +16,9 @@ from typing import Any
 from ..errors import EngineError, RefusedError, StalledError
 from .child import Child
 from .limits import Limits
+from .streaming import events_of, stream_completion
 
 OURS = (sys.executable, "-m", "pyspark_moe.server.cli")
-_LOOK_EVERY_S = 0.002
 _REFUSAL = re.compile(r"^dflash_server: error: (.*)\Z", re.M | re.S)
 
 
@@ -95,32 +95,15 @@ class MeasuredServer:
         """Greedy decoding of exactly n tokens, streamed. After the first event, whose arrival is the time to first token, the
         client looks every 2 ms only: a read for every token would take processor time from the server. watch: called after
         the first event and, unless `every` is 0, after about `every` more, and so on. Raises EngineError, StalledError."""
-        body = json.dumps({"prompt": list(prompt), "n_predict": n, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "stream": True,
-                           "return_tokens": True}).encode()  # fmt: skip
-        head = f"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        received = bytearray()
+        request = {"prompt": list(prompt), "n_predict": n, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "stream": True, "return_tokens": True}
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=self._step_s()) as connection:
-                begin = time.perf_counter()
-                connection.sendall(head.encode() + body)
-                while b"data: " not in received:
-                    self._receive(connection, received)
-                first = time.perf_counter() - begin
-                if watch:
-                    watch()
-                next_event = 1 + every
-                while not received.endswith(b"0\r\n\r\n"):
-                    time.sleep(_LOOK_EVERY_S)
-                    self._receive(connection, received)
-                    if watch and every and received.count(b"data: ") >= next_event:
-                        watch()
-                        next_event = received.count(b"data: ") + every
-                total = time.perf_counter() - begin
+                received, first, total = stream_completion(connection, request, self._receive, watch, every)
         except TimeoutError:
             raise self._stalled("answering") from None
         except OSError:
             raise self._child.died("answering") from None
-        events = [json.loads(event) for event in re.findall(rb"data: (\{[^\n]*\})", received)]
+        events = events_of(received)
         if not events or "timings" not in events[-1]:
             raise EngineError(f"{self._child.name} ended its answer early: {bytes(received[-400:])!r}")
         timings = events[-1]["timings"]
