@@ -15,8 +15,8 @@
 #include <vector>
 
 struct spark_prefill {
-    explicit spark_prefill(llama_context * context)
-        : context(context), model(llama_get_model(context)), vocab(llama_model_get_vocab(model)), templates(common_chat_templates_init(model, "")) {
+    spark_prefill(llama_context * context, int32_t n_outputs)
+        : context(context), n_outputs(n_outputs), model(llama_get_model(context)), vocab(llama_model_get_vocab(model)), templates(common_chat_templates_init(model, "")) {
         clear();
     }
 
@@ -44,16 +44,21 @@ struct spark_prefill {
     }
 
     llama_context * const context;
+    const int32_t n_outputs;
     const llama_model * const model;
     const llama_vocab * const vocab;
     const common_chat_templates_ptr templates;
     std::vector<llama_token> tokens;
+    std::vector<int8_t> outputs; // of a micro-batch: whether a token has one
     size_t n_done = 0;
 };
 
 namespace {
 
 using spark::error;
+
+// Tokens to an output, where the context allows so many: an output costs its logits, a hundredth of a token's time and more.
+constexpr size_t OUTPUT_EVERY = 8;
 
 void require(bool condition, const char * text) {
     if (!condition) {
@@ -85,10 +90,11 @@ std::string as_plain_text(const std::vector<common_chat_msg> & messages) {
 
 } // namespace
 
-int32_t spark_prefill_init(llama_context * context, spark_prefill ** out) {
+int32_t spark_prefill_init(llama_context * context, int32_t n_outputs, spark_prefill ** out) {
     return spark::guard([&] {
         require(context && out, "context or out is NULL");
-        *out = std::make_unique<spark_prefill>(context).release();
+        require(n_outputs >= 1, "a micro-batch has one output at least");
+        *out = std::make_unique<spark_prefill>(context, n_outputs).release();
     });
 }
 
@@ -134,8 +140,16 @@ int32_t spark_prefill_step(spark_prefill * prefill, int32_t * n_left) {
         std::vector<llama_token> & tokens = prefill->tokens;
         const size_t n = std::min(tokens.size() - prefill->n_done, (size_t) std::min(llama_n_ubatch(prefill->context), llama_n_batch(prefill->context)));
         if (n > 0) {
-            // one output for each micro-batch, which every context allows: the last layer is computed for those tokens only
-            const int status = llama_decode(prefill->context, llama_batch_get_one(tokens.data() + prefill->n_done, (int32_t) n));
+            // The last layer is computed for tokens with an output only, so its experts are counted for those: every so many, and
+            // the last, which llama.cpp asks of a micro-batch.
+            const size_t every = std::max<size_t>(OUTPUT_EVERY, (n + prefill->n_outputs - 1) / prefill->n_outputs);
+            prefill->outputs.assign(n, 0);
+            for (size_t from_end = 0; from_end < n; from_end += every) {
+                prefill->outputs[n - 1 - from_end] = 1;
+            }
+            llama_batch batch = llama_batch_get_one(tokens.data() + prefill->n_done, (int32_t) n);
+            batch.logits = prefill->outputs.data();
+            const int status = llama_decode(prefill->context, batch);
             prefill->n_done += n;
             if (status != 0) {
                 prefill->n_done = tokens.size();

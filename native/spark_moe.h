@@ -32,7 +32,7 @@ extern "C" {
 // The part between the markers is plain C99 that cffi parses: no includes, conditionals, macros with arguments.
 /* cffi:begin */
 
-#define SPARK_API_VERSION 3
+#define SPARK_API_VERSION 4
 
 enum spark_status {
     SPARK_STATUS_OK               = 0,
@@ -188,8 +188,10 @@ int32_t spark_store_reset_stats(struct spark_store * store);
 // Waits until the swap engine has nothing to do, at most timeout_ms. OK, BAD_STATE (still busy).
 int32_t spark_store_wait_idle(struct spark_store * store, int32_t timeout_ms);
 
-// Begins with an empty memory, which spark_prefill_free empties again. OK, INVALID_ARGUMENT, INTERNAL.
-int32_t spark_prefill_init(struct llama_context * context, struct spark_prefill ** out);
+// Begins with an empty memory, which spark_prefill_free empties again. n_outputs: of a micro-batch that the context allows
+// (llama_context_params.n_outputs_max, all of one sequence); 1 is right for every context, and then the last layer's experts are counted for
+// one token of each micro-batch. OK, INVALID_ARGUMENT, INTERNAL.
+int32_t spark_prefill_init(struct llama_context * context, int32_t n_outputs, struct spark_prefill ** out);
 // NULL is allowed.
 void    spark_prefill_free(struct spark_prefill * prefill);
 // The next text, instead of what is left of the last: a conversation as llama-server would render it, messages being its JSON

@@ -428,16 +428,18 @@ class Prefill:
     """Texts that a loaded model reads so that the experts they need are counted. While it is open the context computes
     nothing else; close() leaves its memory empty. One thread.
 
-    context  the model's llama_context: a cffi pointer, or its address
+    context    the model's llama_context: a cffi pointer, or its address
+    n_outputs  of a micro-batch that the context allows (llama.cpp's n_outputs_max). Default 1, which every context does: the
+               experts of the last layer are then counted for one token of each micro-batch
 
     Raises InvalidArgumentError, InternalError.
     """
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, n_outputs: int = 1) -> None:
         ffi, lib = native()
         self._handle: Any = None
         out = ffi.new("struct spark_prefill **")
-        check(lib.spark_prefill_init(ffi.cast("struct llama_context *", context), out))
+        check(lib.spark_prefill_init(ffi.cast("struct llama_context *", context), n_outputs, out))
         self._handle = out[0]
 
     def begin_chat(self, messages: str, n_max: int) -> tuple[int, bool]:

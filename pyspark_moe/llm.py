@@ -232,7 +232,7 @@ class SparkLlama(llama_cpp.Llama):
         history = None if decision.has_all_fast or (keeper is not None and keeper.hotness is not None) else find_history(config)
         if history is None:
             return
-        with Prefill(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value) as reader:
+        with Prefill(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value, self.context_params.n_outputs_max or self.n_batch) as reader:
             done = read_history(history, config, reader, _say)
         if done is None or done.n_tokens == 0:
             return

@@ -101,7 +101,7 @@ def run(job: ReadingJob, send: Callable[[dict[str, Any]], None]) -> None:
             send(message)
             last_report = now
 
-        with Prefill(ctypes.cast(llm.ctx, ctypes.c_void_p).value) as prefill:
+        with Prefill(ctypes.cast(llm.ctx, ctypes.c_void_p).value, N_BATCH) as prefill:
             limits = ReadingLimits(job.tokens, job.seconds, job.tokens_per_session)
             done = read_conversations(corpus, CountingReader(prefill, report), limits)
         send({"ended": done.ended, "share": 1.0, "tokens": done.n_tokens, "pieces": done.n_pieces, "plain": done.n_plain,

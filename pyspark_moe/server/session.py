@@ -203,11 +203,12 @@ class Session:
         with self._lock:
             store, decision = self._store, self._decision
             n_tokens = self._requests.prompt_tokens + self._requests.decoded_tokens
-        if store is None or decision is None or decision.has_all_fast or n_tokens - self._placed_at < self._rebalance.tokens:
+        if store is None or decision is None or decision.plan is None or decision.plan.policy != "frequency":
+            return  # the others say which experts stay
+        if decision.has_all_fast or n_tokens - self._placed_at < self._rebalance.tokens:
             return
         self._placed_at = n_tokens
         model, plan = decision.model, decision.plan
-        assert plan is not None
         try:
             uses = {layer.layer: store.counts(i) for i, layer in enumerate(store.layers)}
             hotness = drifted(uses, keeper.hotness, model.n_expert_used)

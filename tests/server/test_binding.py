@@ -27,7 +27,7 @@ def library() -> Path:
     ("old", "new", "message"),
     [
         ("uint64_t read_ns; ", "", "struct spark_stats has"),
-        ("#define SPARK_API_VERSION 3", "#define SPARK_API_VERSION 4", "its API version is 3, the header's 4"),
+        ("#define SPARK_API_VERSION 4", "#define SPARK_API_VERSION 5", "its API version is 4, the header's 5"),
         ("int32_t n_ctx; ", "uint64_t n_ctx; uint64_t more; ", "struct spark_server_model has"),
         ("uint64_t expert_bytes; //", "uint64_t expert_bytes; uint64_t more; //", "struct spark_layer_info has 24 bytes in the library and 32"),
         ("/* cffi:end */", "", "lacks its markers"),
