@@ -12,10 +12,9 @@ from typing import Any
 
 import cuda_device
 import cuda_plan
-from servers import Answer, Failed, Server, prompts_from
-
-Tokens = tuple[int, ...]
-CURVE_EVERY = 16  # tokens between two readings of the counters, while speed is not measured
+from pyspark_moe.measure import workload
+from pyspark_moe.measure.workload import Tokens
+from servers import Failed, Server, prompts_from
 
 
 @dataclass(frozen=True)
@@ -62,46 +61,11 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What is sent. Every arm gets the same in the same round, and every round something else, as far as prompts go round.
+class Workload(workload.Workload[Prompt]):
+    """The same with topics."""
 
-    n_prompt, n_decode  tokens of a decode request; n_requests of them a round
-    n_prefill           tokens of a prefill request; n_prefills of them a round
-    n_warm              requests that our servers get before they are measured, with prompts of their own
-    """
-
-    prompts: Sequence[Prompt]
-    n_prompt: int
-    n_decode: int
-    n_requests: int
-    n_prefill: int
-    n_prefills: int
-    n_warm: int
-
-    def _measured(self) -> Sequence[Prompt]:
-        return self.prompts[: -self.n_warm] if 0 < self.n_warm <= len(self.prompts) // 2 else self.prompts
-
-    def warm(self) -> list[Tokens]:
-        return [self.prompts[-1 - i % len(self.prompts)].tokens[: self.n_prompt] for i in range(self.n_warm)]
-
-    def decode(self, number: int) -> list[Tokens]:
-        """Prompts of round `number`, from 0."""
-        pool = self._measured()
-        return [pool[(number * self.n_requests + i) % len(pool)].tokens[: self.n_prompt] for i in range(self.n_requests)]
-
-    def prefill(self, number: int) -> list[Tokens]:
-        """The same for prefill: prompts one after the other until they are long enough."""
-        pool, result = self._measured(), []
-        at = number * self.n_prefills
-        for _ in range(self.n_prefills):
-            tokens: list[int] = []
-            i = at
-            while len(tokens) < self.n_prefill:
-                tokens += pool[i % len(pool)].tokens
-                i += 1
-            at += 1
-            result.append(tuple(tokens[: self.n_prefill]))
-        return result
+    def tokens_of(self, prompt: Prompt) -> Tokens:
+        return prompt.tokens
 
     def topics(self) -> list[int]:
         return sorted({p.topic for p in self.prompts if p.topic is not None})
@@ -146,47 +110,13 @@ class Running:
 
     def measure(self, work: Workload) -> dict[str, float]:
         """One round. Counters of decoding are read after the first token and after the last one, so prompts are not in them."""
-        number = len(self.texts)
-        answers, counts = [], []
-        for tokens in work.decode(number):
-            readings: list[dict[str, Any] | None] = []
-            answers.append(self._complete(tokens, work.n_decode, readings))
-            if readings and readings[0]:
-                readings.append(self.total())
-                counts.append(cuda_plan.between(readings[0], readings[1] or {}))
+        metrics, answers, _ = workload.measure_round(self.server, self.total, work, len(self.texts), self.uses_per_token)
         self.texts.append([answer.text for answer in answers])
-        before = self.total()
-        prefills = [self._complete(tokens, 1) for tokens in work.prefill(number)]
-        after = self.total()
-        metrics = {
-            "decode_per_s": statistics.median(a.decode_per_s for a in answers),
-            "wall_decode_per_s": sum(a.n_tokens - 1 for a in answers) / sum(a.total_s - a.first_s for a in answers),
-            "ttft_ms": 1000 * statistics.median(a.first_s for a in answers),
-            "prefill_per_s": statistics.median(a.prompt_per_s for a in prefills),
-            "prefill_ttft_ms": 1000 * statistics.median(a.first_s for a in prefills),
-        }
-        if counts and cuda_plan.add(counts)["uses"]:
-            metrics |= cuda_plan.per_token(cuda_plan.add(counts), self.uses_per_token)
-        if before and after and after["uses"] > before["uses"]:
-            rates = cuda_plan.per_token(cuda_plan.between(before, after), self.uses_per_token)
-            metrics |= {f"prefill_{name}": rates[name] for name in ("hit_rate", "bytes_home_per_token", "bytes_ahead_per_token", "bytes_read_per_token") if name in rates}
         return metrics
-
-    def _complete(self, tokens: Tokens, n: int, readings: list[dict[str, Any] | None] | None = None, every: int = 0) -> Answer:
-        watch = (lambda: readings.append(self.total())) if readings is not None and self.arm.is_ours else None
-        return self.server.complete(tokens, n, watch=watch, every=every)
 
     def follow(self, prompts: Sequence[Tokens], n: int, stop: Callable[[list[dict[str, float]]], bool]) -> list[dict[str, float]]:
         """The hit rate as a curve over the tokens of requests, one after the other, until stop(curve) or none is left."""
-        points: list[dict[str, float]] = []
-        for tokens in prompts:
-            readings: list[dict[str, Any] | None] = []
-            self._complete(tokens, n, readings, CURVE_EVERY)
-            readings.append(self.total())
-            points += cuda_plan.curve([r for r in readings if r], self.uses_per_token, points[-1]["tokens"] if points else 0.0)
-            if stop(points):
-                break
-        return points
+        return workload.follow(self.server, self.total, prompts, n, self.uses_per_token, stop)
 
     def warm_up(self, work: Workload) -> None:
         """Ours: the requests that the policy adapts to, with the curve from a fresh start. Stock: one, for its graphs."""
@@ -195,7 +125,7 @@ class Running:
         if points:
             self.facts["curve_from_start"] = points
         for tokens in work.prefill(0)[:1]:
-            self.facts["prefill_tokens_processed"] = self._complete(tokens, 1).n_prompt
+            self.facts["prefill_tokens_processed"] = self.server.complete(tokens, 1).n_prompt
 
     def change_topic(self, work: Workload, is_late: Callable[[], bool], most: int = 8) -> dict[str, Any]:
         """Topic after topic, each until its hit rate is steady or `most` requests were sent: the curves, and how soon the

@@ -1,4 +1,4 @@
-"""What the GPU says: memory of a process, and the bandwidth of copies from pinned RAM. Standard library only.
+"""What the GPU says: memory of a process, and the bandwidth of copies from pinned RAM.
 
     python cuda_device.py [LIBCUDART]     prints {"copy size in bytes": bytes per second}
 
@@ -13,47 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-MIB = 2**20
+import common  # noqa: F401  finds the package
+from pyspark_moe.measure.device_memory import MIB, memory_in_use, parse_process_memory, process_memory, process_or_growth
+
+__all__ = ["bandwidth", "memory_in_use", "parse_process_memory", "process_memory", "process_or_growth"]
+
 CUDART = ("libcudart.so.13", "/usr/local/cuda/lib64/libcudart.so.13", "libcudart.so.12", "/usr/local/cuda/lib64/libcudart.so.12", "libcudart.so")
 COPY_SIZES = (256 * MIB, 2 * MIB, 512 * 1024)
 HOST_TO_DEVICE = 1
-
-
-def _smi(*args: str) -> list[list[str]]:
-    """Rows of nvidia-smi; none where it fails or is missing."""
-    try:
-        done = subprocess.run(["nvidia-smi", *args, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()] if done.returncode == 0 else []
-
-
-def parse_process_memory(rows: list[list[str]], pid: int) -> int | None:
-    """Bytes of a process over all GPUs from rows of (pid, MiB); None when it is not there or has no number."""
-    sizes = [row[1] for row in rows if len(row) == 2 and row[0] == str(pid)]
-    return MIB * sum(map(int, sizes)) if sizes and all(size.isdigit() for size in sizes) else None
-
-
-def memory_in_use() -> int | None:
-    """Bytes in use on all GPUs together; None without a GPU."""
-    sizes = [row[0] for row in _smi("--query-gpu=memory.used")]
-    return MIB * sum(map(int, sizes)) if sizes and all(size.isdigit() for size in sizes) else None
-
-
-def process_memory(pid: int) -> int | None:
-    """Bytes of device memory of a process as the driver counts them; None where it does not say (containers)."""
-    return parse_process_memory(_smi("--query-compute-apps=pid,used_memory"), pid)
-
-
-def process_or_growth(pid: int, before: int | None) -> tuple[int | None, str]:
-    """(bytes, how they were measured). before: memory_in_use() when the process did not run yet; others must not change."""
-    own = process_memory(pid)
-    if own is not None:
-        return own, "per process"
-    now = memory_in_use()
-    if now is None or before is None:
-        return None, "none"
-    return now - before, "growth of the GPU's use"
 
 
 def bandwidth(library: str | None = None, timeout_s: float = 60) -> dict[str, float] | str:
