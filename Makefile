@@ -9,6 +9,7 @@ CTEST  := $(VENV)/bin/ctest
 JOBS   ?=
 SERVE  ?= --spark-slots 16
 PYTEST ?= tests
+FUZZ_SECONDS ?= 60
 
 FLAGS := $(CMAKE_FLAGS)
 ifdef SPARK_CUDA
@@ -23,7 +24,7 @@ CONFIGURE = $(CMAKE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -
 LOGGED    = $(1) >build/configure.log 2>&1 && sed -n '/^-- \(upstream\|CUDA backend\|Web UI\|OpenSSL\)/p' build/configure.log || { cat build/configure.log; exit 1; }
 COMPILE   = $(CMAKE) --build $(1) $(if $(JOBS),-j $(JOBS))
 
-.PHONY: help build sources native demo serve test test.native test.python lint bench patches.check stock build.asan build.tsan test.sanitizers build.cuda toolchain clean distclean
+.PHONY: help build sources native demo serve test test.native test.python test.fuzz lint bench patches.check stock build.asan build.tsan test.sanitizers build.cuda toolchain clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +32,7 @@ help:
 	@echo "make serve          the same server, kept running (SERVE='--spark-slots 16 --port 8080')"
 	@echo "make test           everything CI runs (PYTEST=tests/unit for a part)"
 	@echo "make build          libraries and Python package into .venv (SPARK_CUDA=ON, JOBS=4, CMAKE_FLAGS=-D..., SDIST=FILE)"
+	@echo "make test.fuzz      the readers of transcripts and profiles against inputs nobody wrote, FUZZ_SECONDS each (60)"
 	@echo "make lint | patches.check | test.sanitizers | build.cuda | stock | bench | clean | distclean"
 
 # What must be on the machine; everything else comes from PyPI into .venv.
@@ -97,6 +99,12 @@ test:
 	@$(MAKE) --no-print-directory build
 	@$(MAKE) --no-print-directory test.native
 	@$(MAKE) --no-print-directory test.python
+
+# The parsers of files that others write, guided by coverage; a crash is the exit code, and its input stays in build/fuzz.
+test.fuzz: build $(VENV)/.test
+	@status=0; $(PY) scripts/install_python.py fuzz || status=$$?; \
+	if [ $$status = 3 ]; then exit 0; elif [ $$status != 0 ]; then exit $$status; fi; \
+	$(PY) tests/fuzz/fuzz_transcripts.py --seconds $(FUZZ_SECONDS) && $(PY) tests/fuzz/fuzz_profile.py --seconds $(FUZZ_SECONDS)
 
 # The native tests with sanitizers; everything they link is instrumented.
 build.asan: sources

@@ -4,6 +4,7 @@
     install_python.py tools          scikit-build-core, cmake, ninja
     install_python.py runtime        the dependencies of pyproject.toml, llama-cpp-python without its native build
     install_python.py test           the same with the `test` extra
+    install_python.py fuzz           the `fuzz` extra; exit code 3 where its packages have no wheel for this Python
 
 Wheels are kept in the cache (wheels/), and an installation looks there first, so that a second checkout, or a machine
 that has lost its network, installs from what is there. pip is used with the user's own configuration.
@@ -13,14 +14,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from upstream_source import DISTRIBUTION, UpstreamError, default_cache, fetch, locked, read_pin
 
 ROOT = Path(__file__).resolve().parent.parent
+NO_WHEEL = 3  # exit code
 TOOLS = ["scikit-build-core>=0.10,<1", "cmake>=4.0,<5", "ninja>=1.11"]
 
 
@@ -41,8 +45,9 @@ def pip(*arguments: str, environment: dict[str, str] | None = None, quiet: bool 
     return subprocess.run(command, env={**os.environ, **(environment or {})}, stdout=output, stderr=output).returncode == 0
 
 
-def install(requirements: list[str], wheels: Path) -> None:
-    """Installs from the wheel cache, after filling it from the index when something is missing. Raises UpstreamError."""
+def install(requirements: list[str], wheels: Path, never_built: str = DISTRIBUTION) -> None:
+    """Installs from the wheel cache, after filling it from the index when something is missing. never_built: distributions,
+    separated by commas, that are not compiled here. Raises UpstreamError."""
     wheels.mkdir(parents=True, exist_ok=True)
     cached = ["--no-index", "--find-links", str(wheels), *requirements]
     if pip("install", "--quiet", *cached, quiet=True):
@@ -50,10 +55,26 @@ def install(requirements: list[str], wheels: Path) -> None:
     print(f"python: fetching {len(requirements)} packages and what they need", file=sys.stderr, flush=True)
     with locked(wheels / ".lock"):
         # prefer-binary: an older wheel rather than compiling a newer sdist; never an sdist of llama-cpp-python
-        if not pip("wheel", "--quiet", "--prefer-binary", "--only-binary", DISTRIBUTION, "--find-links", str(wheels), "--wheel-dir", str(wheels), *requirements):
+        if not pip("wheel", "--quiet", "--prefer-binary", "--only-binary", never_built, "--find-links", str(wheels), "--wheel-dir", str(wheels), *requirements):
             raise UpstreamError("pip could not fetch the packages above; without network they must be in the cache already: " + str(wheels))
     if not pip("install", "--quiet", *cached):
         raise UpstreamError(f"pip could not install from {wheels}, although it has just filled it; the reason is above")
+
+
+def install_fuzz(requirements: list[str], wheels: Path) -> bool:
+    """False where the index has wheels of these for another Python and none for this one. Raises UpstreamError when they cannot be
+    fetched for any other reason."""
+    try:
+        install(requirements, wheels, never_built=":all:")
+    except UpstreamError:
+        if (sys.version_info[:2], platform.machine()) == ((3, 11), "x86_64"):
+            raise
+        other = ["--python-version", "3.11", "--platform", "manylinux2014_x86_64", "--only-binary", ":all:", "--no-deps"]
+        with tempfile.TemporaryDirectory() as folder:
+            if not pip("download", "--quiet", "--dest", folder, *other, *requirements, quiet=True):
+                raise
+        return False
+    return True
 
 
 def build_llama_cpp_python(cache: Path, wheels: Path) -> None:
@@ -71,7 +92,7 @@ def build_llama_cpp_python(cache: Path, wheels: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tools", "runtime", "test"])
+    parser.add_argument("what", choices=["tools", "runtime", "test", "fuzz"])
     parser.add_argument("--cache", type=Path, default=default_cache(), help="default: %(default)s")
     args = parser.parse_args()
     wheels: Path = args.cache / "wheels"
@@ -79,8 +100,15 @@ def main() -> int:
         if args.what == "tools":
             install(TOOLS, wheels)
             return 0
-        build_llama_cpp_python(args.cache, wheels)
         project = read_project()
+        if args.what == "fuzz":
+            fuzz = project["optional-dependencies"]["fuzz"]
+            if not install_fuzz(fuzz, wheels):
+                version = ".".join(map(str, sys.version_info[:2]))
+                print(f"python: SKIPPED: {', '.join(fuzz)} has no wheel for Python {version} on this machine; nothing is fuzzed", file=sys.stderr)
+                return NO_WHEEL
+            return 0
+        build_llama_cpp_python(args.cache, wheels)
         requirements = list(project["dependencies"])
         if args.what == "test":
             requirements += project["optional-dependencies"]["test"]

@@ -1,7 +1,7 @@
 """Damaged routing profiles: each is either a profile whose every number is possible, or a sentence, and none stops a server.
 
 A second's worth of examples in the ordinary run, always the same ones. Others, and more of them:
-pytest tests/fuzz --hypothesis-profile fuzz
+pytest tests/fuzz --hypothesis-profile fuzz. fuzz_profile.py looks for the same failures, guided by coverage.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pyspark_moe.errors import ProfileError
-from pyspark_moe.routing_profile import MAX_COUNT, MAX_TOTAL, ProfileFile, RoutingProfile, format_profile, parse_profile, skew
+from profile_checks import check_bytes, check_file, parse
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 GOOD = (DATA / "profile_good.csv").read_bytes()
 SEEDS = [path.read_bytes() for path in sorted(DATA.glob("profile_*.csv"))]
-FINGERPRINT, SHAPE = "0123456789abcdef", {1: 3, 2: 2}
 
 IS_LONG = settings.default is not None and settings.default.max_examples > 100
 LIMITS = settings(
@@ -73,46 +70,23 @@ def apply(data: bytes, damage: Damage) -> bytes:
     return data
 
 
-def check_possible(profile: RoutingProfile) -> None:
-    for layer, values in profile.counts.items():
-        assert layer >= 0 and values.dtype == np.float64 and np.all((values >= 0) & (values <= MAX_COUNT)), layer
-    assert profile.tokens == min(sum(profile.sources.values()), MAX_TOTAL)
-    assert all(0 <= total <= MAX_TOTAL for total in (profile.tokens, profile.uses, profile.starts, *profile.sources.values()))
-    assert all(0 <= layer.half <= layer.ninety <= layer.n_expert for layer in skew(profile))
-    assert parse_profile(format_profile(profile)) == profile
-
-
-def parse(data: bytes) -> RoutingProfile | None:
-    try:
-        return parse_profile(data)
-    except ProfileError as e:
-        assert str(e) and "\n" not in str(e) and len(str(e)) < 400, "the end of a sentence for the user"
-        return None
-
-
 @LIMITS
 @given(seed=st.sampled_from(SEEDS), damage=damages)
 def test_damaged_text(seed: bytes, damage: Damage) -> None:
-    profile = parse(apply(seed, damage))
-    if profile is not None:
-        check_possible(profile)
+    check_bytes(apply(seed, damage))
 
 
 @LIMITS
 @given(damage=damages)
 def test_damaged_text_of_a_good_file(damage: Damage) -> None:
-    profile = parse(apply(GOOD, damage))
-    if profile is not None:
-        check_possible(profile)
+    check_bytes(apply(GOOD, damage))
 
 
 @LIMITS
 @given(data=st.binary(max_size=300))
 def test_any_bytes(data: bytes) -> None:
     for start in (b"", GOOD[: GOOD.index(b"layer,")], GOOD[: GOOD.index(b"1,0")], GOOD):
-        profile = parse(start + data)
-        if profile is not None:
-            check_possible(profile)
+        check_bytes(start + data)
 
 
 @LIMITS
@@ -121,21 +95,7 @@ def test_a_server_with_a_damaged_file_goes_on_and_loses_nothing(damage: Damage, 
     folder = tmp_path / "models"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    file = ProfileFile(folder / "m.spark.csv", FINGERPRINT, SHAPE)
-    data = apply(GOOD, damage)
-    file.path.write_bytes(data)
-    profile, warning = file.load()
-    aside = folder / "m.spark.csv.aside-1"
-    if profile is None:
-        assert warning is not None and warning.count("\n") == 0
-        assert aside.read_bytes() == data and not file.path.exists()
-    else:
-        assert warning is None and file.path.read_bytes() == data and not aside.exists()
-        assert profile.fingerprint == FINGERPRINT and profile.shape == SHAPE
-        check_possible(profile)
-    before = 0 if profile is None else profile.tokens
-    assert file.add({1: np.array([1, 2, 3])}, 5).tokens == min(before + 5, MAX_TOTAL)
-    assert file.begin() is not None and file.warning is None
+    check_file(apply(GOOD, damage), folder)
 
 
 def test_good_files_are_accepted_after_damage_that_is_none() -> None:
