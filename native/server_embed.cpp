@@ -45,7 +45,7 @@ public:
     }
 
     bool on_model_loading(common_params & params) override {
-        n_draft = common_speculative_n_max(&params.speculative);
+        n_draft_most = common_speculative_n_max(&params.speculative);
         drafting.reset();
         if (!callbacks.model_loading) {
             return true;
@@ -85,10 +85,8 @@ public:
         if (is_on_device) {
             warm_up(context, n_ubatch);
         }
-        if (n_draft > 0 && callbacks.drafting.exact_verify) {
-            LOG_INF("spark: %s\n", spark::describe(spark::measure_verify_cost(context, 1 + n_draft)).c_str()); // llama.cpp's own info lines are not shown
-        } else if (n_draft > 0) {
-            LOG_INF("spark: draft: verified tokens are rounded in groups (--no-exact-verify), so greedy text may differ from the text without a draft\n");
+        if (n_draft_most > 0) {
+            prepare_drafting(context);
         }
         return !callbacks.contexts_created || callbacks.contexts_created(callbacks.user, context) == 0;
     }
@@ -99,12 +97,12 @@ public:
         }
     }
 
-    bool may_draft(int id_slot) override { return drafting.may_draft(id_slot); }
+    int n_draft(int id_slot, int n_allowed) override { return drafting.n_draft(id_slot, n_allowed); }
     void on_drafted(int id_slot, llama_context * context_draft, size_t n_tokens) override { drafting.drafted(id_slot, context_draft, n_tokens); }
     void on_verified(int id_slot, size_t n_accepted) override { drafting.verified(id_slot, n_accepted); }
 
     void on_phase_end(server_phase phase) override {
-        if (n_draft > 0) {
+        if (n_draft_most > 0) {
             drafting.phase_end(phase);
         }
     }
@@ -184,6 +182,30 @@ private:
         }
     }
 
+    // How verified tokens are rounded, what that costs, and how many are verified at once. (llama.cpp's own info lines are not shown.)
+    void prepare_drafting(llama_context * context) {
+        bool is_exact = false;
+        if (callbacks.drafting.exact_verify) {
+            const spark::verify_cost cost = spark::measure_verify_cost(context, 1 + n_draft_most);
+            is_exact = cost.is_exact;
+            LOG_INF("spark: %s\n", spark::describe(cost).c_str());
+        } else {
+            LOG_INF("spark: draft: verified tokens are rounded in groups (--no-exact-verify), so greedy text may differ from the text without a draft\n");
+        }
+        int32_t width = callbacks.drafting.verify_width;
+        if (width == 0 && !is_exact) {
+            width = callbacks.drafting.inexact_width;
+        }
+        if (width > 0) {
+            drafting.set_width(width, n_draft_most, {});
+            LOG_INF("spark: draft: %d tokens of a sequence are verified at once\n", std::min(width, n_draft_most));
+            return;
+        }
+        const auto curve = spark::measure_verify_curve(context, 1 + n_draft_most);
+        drafting.set_width(0, n_draft_most, curve);
+        LOG_INF("spark: draft: up to %d tokens of a sequence are verified at once, as many as pay%s\n", n_draft_most, spark::describe(curve).c_str());
+    }
+
     // `body`, a JSON object, with one member more; unchanged, with a line in the log, when that fails.
     template <typename F>
     static std::string with_member(const std::string & body, const char * name, F && value) {
@@ -197,12 +219,21 @@ private:
         }
     }
 
+    static json curve_json(const std::vector<spark::step_cost::point> & curve) {
+        json points = json::array();
+        for (const auto & point : curve) {
+            points.push_back(json::array({ point.n_rows, point.ms }));
+        }
+        return points;
+    }
+
     static json draft_json(const spark::drafting::report & report) {
         const auto & t = report.steps;
         const auto ms = [&](server_phase phase) { return t.us[(int) phase]/1000.0; };
         return {
             { "steps", t.n_steps }, { "drafts", t.n_drafts }, { "drafted", t.n_drafted }, { "accepted", t.n_accepted },
             { "drafted_at", t.drafted_at }, { "accepted_at", t.accepted_at },
+            { "verify_width", { { "auto", report.has_auto_width }, { "drafts", report.n_by_width }, { "ms_by_rows", curve_json(report.verify_curve) } } },
             { "pauses", report.n_pauses }, { "paused", report.n_paused }, { "broken", report.is_broken },
             { "ms", {
                 { "draft", ms(server_phase::draft) }, { "heads", nullptr }, // in the draft's own graph, so part of its time
@@ -219,7 +250,7 @@ private:
         if (ok && !reply.content_type.empty()) {
             res->content_type = reply.content_type;
         }
-        if (ok && path == "/spark/stats" && n_draft > 0) {
+        if (ok && path == "/spark/stats" && n_draft_most > 0) {
             reply.body = with_member(reply.body, "draft", [&] { return draft_json(drafting.get()); });
         }
         res->data = ok ? reply.body : R"({"error":{"code":500,"message":"the handler of this route failed, see the server's log","type":"server_error"}})";
@@ -238,7 +269,7 @@ private:
     std::vector<llama_model_tensor_buft_override> overrides_of_user;
     bool is_on_device = false;
     spark::drafting drafting;
-    int32_t n_draft   = 0; // most tokens that are drafted at once; 0: no drafting
+    int32_t n_draft_most = 0; // most tokens that are drafted at once; 0: no drafting
 };
 
 std::atomic<bool> is_running { false };

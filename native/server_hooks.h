@@ -34,8 +34,9 @@ struct server_hooks {
     // A request has left its slot, finished or cancelled. On the inference thread.
     virtual void on_request_finished(int id_slot, const server_slot_stats & stats) { (void) id_slot; (void) stats; }
 
-    // A slot is about to draft in this step. False: it writes one token without. On the inference thread, as the next three.
-    virtual bool may_draft(int id_slot) { (void) id_slot; return true; }
+    // A slot is about to draft in this step, at most n_allowed tokens. How many; 0: it writes one token without a draft. On the
+    // inference thread, as the next three.
+    virtual int n_draft(int id_slot, int n_allowed) { (void) id_slot; return n_allowed; }
 
     // A draft of `n_tokens` was made, 0 when there is nothing to propose. `context_draft` is null without a draft model.
     virtual void on_drafted(int id_slot, llama_context * context_draft, size_t n_tokens) { (void) id_slot; (void) context_draft; (void) n_tokens; }
@@ -53,6 +54,10 @@ struct server_hooks {
     // Router mode is about to start a child with these arguments, args[0] being the program.
     virtual void on_child_args(std::vector<std::string> & args) { (void) args; }
 };
+
+inline int server_n_draft(server_hooks * hooks, int id_slot, int n_allowed) {
+    return hooks && n_allowed > 0 ? hooks->n_draft(id_slot, n_allowed) : n_allowed;
+}
 
 inline void server_phase_end(server_hooks * hooks, server_phase phase) {
     if (hooks) {

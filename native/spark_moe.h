@@ -220,7 +220,10 @@ struct spark_server_model {
 
 // How drafting is done, whatever the kind of draft.
 struct spark_draft_params {
-    bool exact_verify; // round verified tokens as single ones, so that greedy text is the text without a draft
+    bool    exact_verify; // round verified tokens as single ones, so that greedy text is the text without a draft
+    int32_t verify_width; // drafted tokens of a sequence verified at once; what is drafted, if that is less; 0: chosen by measurement
+    // instead of a choice where the text depends on it, because verified tokens are not rounded as single ones; 0: chosen there too
+    int32_t inexact_width;
 };
 
 // All are called with `user`; a NULL callback is skipped. None is called from the decode path.

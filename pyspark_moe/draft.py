@@ -90,6 +90,16 @@ def resolve(draft_path: str | Path, target_path: str | Path | None) -> list[str]
     return ["--spec-type", kind, "--spec-draft-model", str(draft_path)]
 
 
+def most_drafted(draft_path: str | Path, wanted: int | None = None) -> int:
+    """Tokens that are worth proposing for one step, 1 to 63, no more than `wanted`: a block draft's whole block, which it computes at
+    once; of the kinds that compute one token after the other what is wanted, or eight. Raises DraftError."""
+    draft = _read(draft_path, "draft model")
+    if draft.arch != "dflash":
+        return wanted or 8
+    is_anchor_first = _detect(draft, None) == DSPARK and draft.values.get("dflash.sample_from_anchor", True) is True
+    return max(1, min(wanted or 63, draft.number("block_size", 16) - (not is_anchor_first)))  # as common/speculative.cpp reads the file
+
+
 def _read(path: str | Path, role: str) -> _Header:
     try:
         info = read_model_info(path)

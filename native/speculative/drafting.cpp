@@ -37,9 +37,9 @@ drafting::sequence & drafting::at(int id_slot) {
     return sequences[id_slot];
 }
 
-bool drafting::may_draft(int id_slot) {
+int32_t drafting::n_draft(int id_slot, int32_t n_allowed) {
     const std::lock_guard<std::mutex> lock(mutex);
-    return !is_broken && at(id_slot).pause.may_draft();
+    return !is_broken && at(id_slot).pause.may_draft() ? width.choose(id_slot, n_allowed) : 0;
 }
 
 void drafting::drafted(int id_slot, llama_context * context, size_t n_tokens) {
@@ -57,6 +57,7 @@ void drafting::verified(int id_slot, size_t n_accepted) {
     sequence & s = at(id_slot);
     s.was_useless = n_accepted == 0;
     profile.verified(s.n_drafted, (int32_t) n_accepted);
+    width.verified(id_slot, s.n_drafted, (int32_t) n_accepted);
     if (s.pause.verified((int32_t) n_accepted)) {
         n_pauses++;
         log(log_level::warn, "draft: fewer than %d %% of the last %d drafts of slot %d were accepted; it goes on without for %d tokens", draft_pause::MIN_PERCENT, draft_pause::WINDOW, id_slot,
@@ -66,25 +67,41 @@ void drafting::verified(int id_slot, size_t n_accepted) {
 
 void drafting::phase_end(server_phase phase) {
     const std::lock_guard<std::mutex> lock(mutex);
-    profile.phase_end(phase, (uint64_t) ggml_time_us());
+    step_ended(profile.phase_end(phase, (uint64_t) ggml_time_us()));
 }
 
 void drafting::request_finished() {
     const std::lock_guard<std::mutex> lock(mutex);
-    profile.rest();
+    step_ended(profile.rest());
+}
+
+void drafting::step_ended(const std::optional<step_profile::step> & step) {
+    if (step) {
+        uint64_t us = 0;
+        for (const uint64_t part : step->us) {
+            us += part;
+        }
+        width.step(step->n_drafts, step->n_drafted, step->n_accepted, us/1000.0, step->us[(int) server_phase::draft]/1000.0);
+    }
+}
+
+void drafting::set_width(int32_t n_fixed, int32_t n_most, std::vector<step_cost::point> curve) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    width.configure(n_fixed, n_most, std::move(curve));
 }
 
 void drafting::reset() {
     const std::lock_guard<std::mutex> lock(mutex);
     sequences.clear();
     profile   = {};
+    width     = {};
     n_pauses  = 0;
     is_broken = false;
 }
 
 drafting::report drafting::get() const {
     const std::lock_guard<std::mutex> lock(mutex);
-    report r { profile.get(), n_pauses, 0, is_broken };
+    report r { profile.get(), n_pauses, 0, is_broken, width.is_auto(), width.chosen(), width.costs().points() };
     for (const sequence & s : sequences) {
         r.n_paused += s.pause.is_paused();
     }
@@ -101,9 +118,13 @@ std::string describe(const drafting::report & report) {
     for (size_t i = 0; i < t.drafted_at.size(); i++) {
         depths += format(" %.0f", 100.0*t.accepted_at[i]/t.drafted_at[i]);
     }
-    return format("draft: %.2f tokens a step over %llu steps; ms a step: draft with its heads %.2f, verify %.2f, features %.2f, sampling %.2f, other %.2f; %% accepted by depth:%s; %llu pauses",
+    std::string widths;
+    for (size_t n = 0; report.has_auto_width && n < report.n_by_width.size(); n++) {
+        widths += format("%s %llu", n == 0 ? "; drafts by verify width, from 0:" : "", (unsigned long long) report.n_by_width[n]);
+    }
+    return format("draft: %.2f tokens a step over %llu steps; ms a step: draft with its heads %.2f, verify %.2f, features %.2f, sampling %.2f, other %.2f; %% accepted by depth:%s; %llu pauses%s",
         1 + (double) t.n_accepted/t.n_drafts, (unsigned long long) t.n_steps, ms(server_phase::draft), ms(server_phase::verify), ms(server_phase::features), ms(server_phase::sampling),
-        ms(server_phase::other), depths.c_str(), (unsigned long long) report.n_pauses);
+        ms(server_phase::other), depths.c_str(), (unsigned long long) report.n_pauses, widths.c_str());
 }
 
 } // namespace spark

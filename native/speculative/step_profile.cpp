@@ -2,18 +2,22 @@
 
 namespace spark {
 
-void step_profile::phase_end(server_phase phase, uint64_t now_us) {
+std::optional<step_profile::step> step_profile::phase_end(server_phase phase, uint64_t now_us) {
     const uint64_t us = last_us ? now_us - last_us : 0;
+    std::optional<step> ended;
     last_us = now_us;
-    if (phase == server_phase::draft || (phase == server_phase::verify && !(has_draft && !is_verified))) {
-        close_step();
+    if (phase == server_phase::draft || (phase == server_phase::verify && !(has_draft && open.n_drafts == 0))) {
+        ended     = close_step();
         has_draft = phase == server_phase::draft;
     }
-    open[(int) phase] += us;
+    open.us[(int) phase] += us;
+    return ended;
 }
 
 void step_profile::verified(int32_t n_drafted, int32_t n_accepted) {
-    is_verified = true;
+    open.n_drafts++;
+    open.n_drafted  += n_drafted;
+    open.n_accepted += n_accepted;
     sum.n_drafts++;
     sum.n_drafted  += n_drafted;
     sum.n_accepted += n_accepted;
@@ -27,21 +31,23 @@ void step_profile::verified(int32_t n_drafted, int32_t n_accepted) {
     }
 }
 
-void step_profile::rest() {
-    close_step();
+std::optional<step_profile::step> step_profile::rest() {
     last_us = 0;
+    return close_step();
 }
 
-void step_profile::close_step() {
-    if (is_verified) {
-        sum.n_steps++;
-        for (int i = 0; i < N_PHASE; i++) {
-            sum.us[i] += open[i];
-        }
+std::optional<step_profile::step> step_profile::close_step() {
+    const step closed = open;
+    open      = {};
+    has_draft = false;
+    if (closed.n_drafts == 0) {
+        return std::nullopt;
     }
-    open        = {};
-    has_draft   = false;
-    is_verified = false;
+    sum.n_steps++;
+    for (int i = 0; i < N_PHASE; i++) {
+        sum.us[i] += closed.us[i];
+    }
+    return closed;
 }
 
 } // namespace spark

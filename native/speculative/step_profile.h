@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace spark {
@@ -24,25 +25,31 @@ public:
         std::vector<uint64_t> drafted_at;       // [depth]: drafts that were longer than `depth`
     };
 
-    // The time since the last call belongs to `phase`. A step with a draft lasts until the next one drafts, or decodes.
-    void phase_end(server_phase phase, uint64_t now_us);
+    // One step in which drafts were verified: how many, their tokens, and microseconds by server_phase.
+    struct step {
+        int32_t n_drafts = 0, n_drafted = 0, n_accepted = 0;
+        std::array<uint64_t, N_PHASE> us {};
+    };
+
+    // The time since the last call belongs to `phase`. A step with a draft lasts until the next one drafts, or decodes; returns
+    // the step that this ends, if its drafts were verified.
+    std::optional<step> phase_end(server_phase phase, uint64_t now_us);
 
     // A draft of the step was verified.
     void verified(int32_t n_drafted, int32_t n_accepted);
 
     // Nothing follows for a while: ends the step, and what passes until the next call is nobody's.
-    void rest();
+    std::optional<step> rest();
 
     const totals & get() const { return sum; }
 
 private:
-    void close_step();
+    std::optional<step> close_step();
 
     totals   sum;
     uint64_t last_us     = 0;
     bool     has_draft   = false; // the open step began with a draft
-    bool     is_verified = false; // a draft was verified in the open step
-    std::array<uint64_t, N_PHASE> open {};
+    step     open;
 };
 
 } // namespace spark

@@ -103,6 +103,12 @@ def read_serving(args: Sequence[str]) -> Serving:
     )
 
 
+def draft_tokens(args: Sequence[str]) -> int | None:
+    """How many tokens the arguments have drafted at once; None where they do not say, or no number."""
+    n = _int_of(args, ("--spec-draft-n-max",), -1)
+    return n if n >= 0 else None
+
+
 _OVERRIDE_FLAGS = ("-ot", "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe")
 
 

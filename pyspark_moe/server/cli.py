@@ -15,12 +15,12 @@ from ..command import run_command
 from ..config import POLICIES, SparkConfig
 from ..decision import check_budgets, decide
 from ..decision_gpu import estimate
-from ..draft_config import DraftConfig
+from ..draft_config import AUTO, USUAL_WIDTH, DraftConfig
 from ..gpu import read_gpus
 from ..kv_cache import check_pair, supported_pairs
 from ..memory import read_machine_memory
 from ..model_info import read_model_info
-from .arguments import LlamaArguments, cache_pairs, has_flash_attention, has_overrides, read_serving, take_model
+from .arguments import LlamaArguments, cache_pairs, draft_tokens, has_flash_attention, has_overrides, read_serving, take_model
 from .launch import run_server
 from .report import PREFIX, block
 from .session import Session
@@ -77,6 +77,20 @@ class Gib(click.ParamType):
             self.fail(f"{value!r} is not a number of GiB, for example {param.opts[0] if param else '--spark-ram'} 8.", param, ctx)
 
 
+class VerifyWidth(click.ParamType):
+    """A number of tokens, or auto; DraftConfig checks the number."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == AUTO:
+            return AUTO
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number of drafted tokens nor {AUTO}.", param, ctx)
+
+
 @click.command(
     "dflash_server",
     cls=ServerCommand,
@@ -108,6 +122,8 @@ class Gib(click.ParamType):
 @option("--draft", "draft_file", group="Drafting", metavar="FILE", help="Draft model; the kind of drafting is read from the file and checked against the model.")
 @option("--exact-verify/--no-exact-verify", group="Drafting", default=True, show_default=True,
         help="Round drafted tokens that are verified together as single ones: greedy text is the text without a draft. The cost is printed at start.")
+@option("--verify-width", group="Drafting", type=VerifyWidth(), metavar="N|auto",
+        help="Drafted tokens of a sequence that are verified at once. auto: as many as pay, by what steps cost here and how many of the sequence's are accepted.  [default: auto with --draft where that cannot change the text]")
 @option("--demo", group="This program", is_flag=True, help="Serve the small model that comes with the package; --spark then keeps half of its experts.")
 @option("--help-llama", group="This program", is_flag=True, help="Show llama-server's own flags and exit.")
 @option("--version", group="This program", is_flag=True, help="Show the versions of this program and of llama-server and exit.")
@@ -133,6 +149,7 @@ def serve(
     spark_io_threads: int,
     draft_file: str | None,
     exact_verify: bool,
+    verify_width: int | str | None,
     demo: bool,
     help_llama: bool,
     version: bool,
@@ -166,7 +183,7 @@ def serve(
         history_seconds=spark_history_seconds,
         io_threads=spark_io_threads,
     )
-    drafting = DraftConfig(exact_verify=exact_verify)
+    drafting = DraftConfig(exact_verify=exact_verify, verify_width=verify_width)
     info = build_info()
     cuda = (bool(info.get("cuda_enabled")), str(info.get("cuda", "")))
     if spark_plan:
@@ -174,10 +191,12 @@ def serve(
     check_budgets(config, read_machine_memory(), *cuda)  # before a model is downloaded
     check_history(config)
     args = list(arguments.args)
+    n_drafted = None
     if draft_file is not None:
-        args += _draft_args(draft_file, arguments)
+        n_drafted = draft_tokens(args) or USUAL_WIDTH
+        args += _draft_args(draft_file, arguments, drafting)
     _check_cache_types(args, cuda[0])
-    return run_server(Session(config, cuda), args, read_serving(args), child_args(config) + drafting.as_args(), drafting)
+    return run_server(Session(config, cuda), args, read_serving(args), child_args(config) + drafting.as_args(), drafting, n_drafted)
 
 
 def _use_demo(arguments: LlamaArguments) -> LlamaArguments:
@@ -187,14 +206,18 @@ def _use_demo(arguments: LlamaArguments) -> LlamaArguments:
     return LlamaArguments((*arguments.args, "-m", path), path)
 
 
-def _draft_args(draft_file: str, arguments: LlamaArguments) -> list[str]:
+def _draft_args(draft_file: str, arguments: LlamaArguments, drafting: DraftConfig) -> list[str]:
     if draft_file.lstrip("-").isdigit():
         raise errors.ConfigError(
             f"--draft {draft_file}: --draft takes a draft model file now. The number of tokens to draft is --spec-draft-n-max {draft_file}."
         )
     if arguments.model is None:
         raise errors.ConfigError(f"--draft {draft_file} is checked against the model, so it needs a model file: MODEL, -m or --demo.")
-    return draft.resolve(draft_file, arguments.model)
+    args = draft.resolve(draft_file, arguments.model)
+    if draft_tokens(arguments.args) is None:  # what is drafted bounds what can be verified
+        width = drafting.verify_width
+        args += ["--spec-draft-n-max", str(draft.most_drafted(draft_file, width if isinstance(width, int) else None))]
+    return args
 
 
 def _check_cache_types(args: Sequence[str], has_cuda: bool) -> None:

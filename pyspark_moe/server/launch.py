@@ -40,7 +40,7 @@ def _guarded(what: str, call: Callable[[], None]) -> int:
 class Callbacks:
     """struct spark_server_callbacks for a session. Keep it alive while the server runs: C holds pointers into it."""
 
-    def __init__(self, session: Session, serving: Serving, drafting: DraftConfig, child_program: str | None, child_args: Sequence[str]) -> None:
+    def __init__(self, session: Session, serving: Serving, drafting: DraftConfig, n_drafted: int | None, child_program: str | None, child_args: Sequence[str]) -> None:
         ffi, lib = native()
         self._ffi, self._lib, self._session, self._serving = ffi, lib, session, serving
         self._routes = [ffi.new("char[]", route.encode()) for route in ROUTES]
@@ -66,6 +66,7 @@ class Callbacks:
         self.struct.child_args, self.struct.n_child_args = self._arrays[1], len(self._child_args)
         self.struct.child_program = self._child_program
         self.struct.drafting.exact_verify = drafting.exact_verify
+        self.struct.drafting.verify_width, self.struct.drafting.inexact_width = drafting.widths(n_drafted)
 
     def _text(self, pointer: Any) -> str:
         return os.fsdecode(self._ffi.string(pointer))
@@ -122,9 +123,15 @@ def find_program() -> str | None:
 
 
 def run_server(
-    session: Session | None, args: Sequence[str], serving: Serving = Serving(), child_args: Sequence[str] = (), drafting: DraftConfig = DraftConfig()
+    session: Session | None,
+    args: Sequence[str],
+    serving: Serving = Serving(),
+    child_args: Sequence[str] = (),
+    drafting: DraftConfig = DraftConfig(),
+    n_drafted: int | None = None,
 ) -> int:
-    """Serves until the end; llama-server's exit code. `args` without argv[0]. Without a session: exactly llama-server.
+    """Serves until the end; llama-server's exit code. `args` without argv[0]. Without a session: exactly llama-server. n_drafted: see
+    DraftConfig.widths.
 
     In the main thread: signal handlers are set. May end the process inside C, as `--help` does. Raises SparkError.
     """
@@ -133,7 +140,7 @@ def run_server(
         # Python's handler would only set a flag that nobody looks at while C runs; llama-server sets its own after loading.
         signal.signal(number, signal.SIG_DFL)
     argv = [ffi.new("char[]", os.fsencode(arg)) for arg in (sys.argv[0], *args)]
-    callbacks = Callbacks(session, serving, drafting, find_program(), child_args) if session else None
+    callbacks = Callbacks(session, serving, drafting, n_drafted, find_program(), child_args) if session else None
     exit_code = ffi.new("int32_t *")
     sys.stdout.flush()
     sys.stderr.flush()

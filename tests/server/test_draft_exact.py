@@ -35,7 +35,7 @@ def test_text_with_a_draft_is_the_text_without(start: Callable[..., Server], res
     texts = prompts(600)
     common = ("-m", TARGET, *residency, "-c", "2048", "-np", "1", "-t", "2")
     expected, _ = greedy(start(*common), texts, 64)
-    drafted, n_accepted = greedy(start(*common, "--draft", DRAFT, "--spec-draft-n-max", n_draft), texts, 64)
+    drafted, n_accepted = greedy(start(*common, "--draft", DRAFT, "--verify-width", n_draft), texts, 64)
     assert len(texts) == 32 and [i for i in range(32) if drafted[i] != expected[i]] == []
     assert n_accepted > 300  # or nothing was tested
 
@@ -45,12 +45,12 @@ def test_text_is_equal_when_the_sliding_window_is_full(start: Callable[..., Serv
     texts = [text for text in prompts(4000) if len(text) == 4000][::3]
     common = ("-m", TARGET, "--no-spark", "-c", "2048", "-np", "1", *ONE_THREAD)
     expected, _ = greedy(start(*common), texts, 192)
-    drafted, n_accepted = greedy(start(*common, "--draft", DRAFT, "--spec-draft-n-max", "7"), texts, 192)
+    drafted, n_accepted = greedy(start(*common, "--draft", DRAFT, "--verify-width", "7"), texts, 192)
     assert len(texts) >= 4 and drafted == expected and n_accepted > 100
 
 
 def test_cost_is_printed_and_can_be_given_up(start: Callable[..., Server]) -> None:
     exact = start("-m", TARGET, "--no-spark", "--draft", DRAFT, "-c", "1024", "-np", "1", *ONE_THREAD)
-    assert "rounded as single ones" in exact.log and "a step of 4 takes" in exact.log
+    assert "rounded as single ones" in exact.log and "a step of 9 takes" in exact.log
     fast = start("-m", TARGET, "--no-spark", "--draft", DRAFT, "--no-exact-verify", "-c", "1024", "-np", "1", *ONE_THREAD)
     assert "--no-exact-verify" in fast.log and fast.complete("import os\n", 16)

@@ -19,7 +19,7 @@ def client(server: Server) -> openai.OpenAI:
 def pair(start: Callable[..., Server]) -> tuple[Server, Server]:
     """The same model without and with its draft."""
     args = ("-m", TARGET, "--no-spark", "-c", "1024", "-np", "1", *ONE_THREAD)
-    return start(*args), start(*args, "--draft", DRAFT, "--spec-draft-n-max", "7")
+    return start(*args), start(*args, "--draft", DRAFT, "--verify-width", "7")
 
 
 def test_chat_logprobs_are_those_without_a_draft(pair: tuple[Server, Server]) -> None:

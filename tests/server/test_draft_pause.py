@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def ask(start: Callable[..., Server], n: int, *args: object) -> tuple[str, dict[
 def test_useless_drafts_pause_and_begin_anew(start: Callable[..., Server], tmp_path: Path) -> None:
     n = WINDOW + REST + 12
     expected, none, _ = ask(start, n)
-    text, draft, server = ask(start, n, "--draft", spoiled_draft(tmp_path / "useless.gguf", "output_norm.weight", turned_round))
+    text, draft, server = ask(start, n, "--verify-width", "3", "--draft", spoiled_draft(tmp_path / "useless.gguf", "output_norm.weight", turned_round))
     assert none is None and text == expected
     assert draft["pauses"] == 1 and f"fewer than 10 % of the last {WINDOW} drafts" in server.log
     assert WINDOW < draft["drafts"] < WINDOW + 12  # it drafts again after the rest, and no pause was shorter
@@ -65,9 +66,11 @@ def test_drafts_that_are_not_numbers_are_turned_off(start: Callable[..., Server]
 
 @pytest.mark.parametrize("residency", [("--no-spark",), ("--spark", "--spark-slots", "16")], ids=["resident", "slots"])
 def test_a_good_draft_is_profiled(start: Callable[..., Server], residency: tuple[str, ...]) -> None:
-    server = start("-m", TARGET, *residency, "--draft", DRAFT, "--spec-draft-n-max", "5", "-c", "1024", "-np", "1", *ONE_THREAD)
+    server = start("-m", TARGET, *residency, "--draft", DRAFT, "--verify-width", "5", "-c", "1024", "-np", "1", *ONE_THREAD)
     answer = server.post("/completion", prompt=PROMPT, n_predict=96, temperature=0, ignore_eos=True)
-    draft = server.get("/spark/stats")["draft"]
+    deadline = time.monotonic() + 30
+    while (draft := server.get("/spark/stats")["draft"])["steps"] < draft["drafts"] and time.monotonic() < deadline:
+        time.sleep(0.02)  # the last step ends after its answer
     assert (draft["drafted"], draft["accepted"]) == (answer["timings"]["draft_n"], answer["timings"]["draft_n_accepted"])
     assert draft["steps"] == draft["drafts"] > 0 and draft["pauses"] == 0 and not draft["broken"]
     assert sum(draft["accepted_at"]) == draft["accepted"] and sum(draft["drafted_at"]) == draft["drafted"]

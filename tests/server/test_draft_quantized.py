@@ -43,7 +43,7 @@ def rewrite(target: Path, keep: Callable[[str], bool]) -> Path:
 
 def run(start: Callable[..., Server], draft: Path | None) -> tuple[list[str], float]:
     """Greedy texts, and tokens accepted for each draft."""
-    args = () if draft is None else ("--draft", draft, "--spec-draft-n-max", "7")
+    args = () if draft is None else ("--draft", draft, "--verify-width", "7")
     server = start("-m", TARGET, "--no-spark", "-c", "1024", "-np", "1", *ONE_THREAD, *args)
     texts = [server.complete(prompt, 128, ignore_eos=True) for prompt in PROMPTS]
     stats = server.get("/spark/stats").get("draft")

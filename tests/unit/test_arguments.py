@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from pyspark_moe.config import SparkConfig
+from pyspark_moe.draft_config import DraftConfig
 from pyspark_moe.errors import ConfigError, SparkError
 from pyspark_moe.server import cli
 from pyspark_moe.server.arguments import has_overrides, read_serving, take_model, value_of
@@ -28,7 +29,7 @@ PASSED_ON = [
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     made: list[tuple] = []
 
-    def run_server(session, args, serving=None, child_args=(), drafting=None):  # noqa: ANN001, ANN202
+    def run_server(session, args, serving=None, child_args=(), drafting=None, n_drafted=None):  # noqa: ANN001, ANN202
         made.append((session, list(args), serving, list(child_args)))
         return 0
 
@@ -89,6 +90,8 @@ def test_three_states(calls: list[tuple], flags: list[str], mode: str) -> None:
         (["--spark-vram", "8"], "needs a CUDA build"),
         (["--spark-slots", "-2"], "0 or more"),
         (["--no-spark", "--spark-slots", "2"], "--no-spark"),
+        (["--verify-width", "0"], "--verify-width is 0: .* 1 to 63, or auto"),
+        (["--verify-width", "64"], "--verify-width is 64"),
         (["--spark-plan"], "needs a model file"),
         (["a.gguf", "b.gguf"], "Two models"),
         (["a.gguf", "-m", "b.gguf"], "Two models"),
@@ -106,6 +109,26 @@ def test_not_a_number_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> No
         cli.main(["--spark-ram", "lots"])
     assert e.value.code == 2
     assert "'lots' is not a number of GiB" in capsys.readouterr().err
+
+
+def test_a_width_that_is_no_width_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        cli.main(["--verify-width", "wide"])
+    assert e.value.code == 2
+    assert "'wide' is neither a number of drafted tokens nor auto" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("width", "n_drafted", "expected"),
+    [(None, None, (2**31 - 1, 0)), (None, 3, (0, 3)), ("auto", 3, (0, 0)), ("auto", None, (0, 0)), (5, 3, (5, 0)), (5, None, (5, 0))],
+)
+def test_widths_by_what_may_depend_on_them(width: int | str | None, n_drafted: int | None, expected: tuple[int, int]) -> None:
+    assert DraftConfig(verify_width=width).widths(n_drafted) == expected
+
+
+def test_a_routers_children_get_the_drafting_flags() -> None:
+    assert DraftConfig().as_args() == []
+    assert DraftConfig(exact_verify=False, verify_width="auto").as_args() == ["--no-exact-verify", "--verify-width", "auto"]
 
 
 def test_refusals_are_one_line_and_status_1(capsys: pytest.CaptureFixture[str], calls: list[tuple]) -> None:
