@@ -58,18 +58,22 @@ void begins_anew_after_its_rest() {
 
 void sequences_pause_alone() {
     drafting d;
+    CHECK_EQ(d.n_draft(0, 4), 0); // no width yet
+    d.set_width(3, 7, {});
     for (int i = 0; i < draft_pause::WINDOW; i++) {
         d.drafted(3, nullptr, 4);
         d.verified(3, 0);
         d.drafted(0, nullptr, 4);
         d.verified(0, 1);
     }
-    CHECK(!d.may_draft(3));
-    CHECK(d.may_draft(0));
+    CHECK_EQ(d.n_draft(3, 4), 0);
+    CHECK_EQ(d.n_draft(0, 4), 3);
+    CHECK_EQ(d.n_draft(0, 2), 2);
     CHECK_EQ(d.get().n_pauses, (uint64_t) 1);
     CHECK_EQ(d.get().n_paused, 1);
     d.reset();
-    CHECK(d.may_draft(3));
+    d.set_width(3, 7, {});
+    CHECK_EQ(d.n_draft(3, 4), 3);
     CHECK_EQ(d.get().n_pauses, (uint64_t) 0);
 }
 
