@@ -8,6 +8,8 @@ sleep    never listens
 die      ends at the first completion
 refuse   ends at the start with a sentence, as dflash_server does
 crash    ends at the start with a traceback
+full     ends at the start with every expert on the GPU and without a store, as where they do not fit; else serve
+cpu-moe  serve, but with --n-cpu-moe the third token differs
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 BEHAVIOUR, FLAGS = sys.argv[1], sys.argv[2:]
-ALL_RESIDENT = "1000000" in FLAGS
+HAS_STORE = "--no-spark" not in FLAGS
+ALL_RESIDENT = "1000000" in FLAGS or not HAS_STORE
 uses = 0
 
 
@@ -37,7 +40,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         names = ("bytes_read", "bytes_home", "bytes_ahead", "promotions", "steps", "steps_replayed", "reads_home", "reads_ahead")
         total = {"uses": uses, "hits": uses // 2, "misses": uses - uses // 2, "n_fast": 4, "n_expert": 8, "fast_bytes": 1, **dict.fromkeys(names, 0)}
-        self.reply({"total": total} if self.path == "/spark/stats" else {"status": "ok"})
+        stats = {"total": total} if HAS_STORE else {"active": False}
+        self.reply(stats if self.path == "/spark/stats" else {"status": "ok"})
 
     def do_POST(self) -> None:
         global uses
@@ -55,7 +59,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         n = body["n_predict"]
         for i in range(n):
-            token = 99 if BEHAVIOUR == "other" and i == 2 and not ALL_RESIDENT else i
+            is_other = (BEHAVIOUR == "other" and not ALL_RESIDENT) or (BEHAVIOUR == "cpu-moe" and "--n-cpu-moe" in FLAGS)
+            token = 99 if is_other and i == 2 else i
             uses += 8
             self.wfile.write(b"data: " + json.dumps({"content": "x", "tokens": [token]}).encode() + b"\n\n")
         timings = {"predicted_n": n, "predicted_per_second": 10.0, "prompt_n": len(body["prompt"]), "prompt_per_second": 100.0}
@@ -69,5 +74,7 @@ if __name__ == "__main__":
         sys.exit("dflash_server: error: --spark-ram 1 is too little.")
     if BEHAVIOUR == "crash":
         raise RuntimeError("no such backend")
+    if BEHAVIOUR == "full" and not HAS_STORE and "--n-cpu-moe" not in FLAGS:
+        sys.exit("loading\nggml_backend_cuda_buffer_type_alloc_buffer: allocating 20000.00 MiB on device 0: cudaMalloc failed: out of memory\nexiting")
     port = int(FLAGS[FLAGS.index("--port") + 1])
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

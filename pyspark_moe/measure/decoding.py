@@ -12,7 +12,7 @@ from .prompts import Prompt
 from .server import Answer, MeasuredServer
 
 CURVE_EVERY = 16  # tokens between two readings of the counters, while speed is not measured
-_BYTES = ("bytes_read", "bytes_home", "bytes_ahead")
+BYTES = ("bytes_read", "bytes_home", "bytes_ahead")
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Decoding:
     def _request(self, answer: Answer, counts: dict[str, int] | None) -> dict[str, Any]:
         result = {"tokens": answer.n_tokens, "prompt_tokens": answer.n_prompt, "decode_per_s": round(answer.decode_per_s, 3),
                   "ttft_ms": round(1000 * answer.first_s, 3)}  # fmt: skip
-        return result | {name: counts[name] for name in ("uses", "hits", "misses", "promotions", *_BYTES) if name in counts} if counts else result
+        return result | {name: counts[name] for name in ("uses", "hits", "misses", "promotions", *BYTES) if name in counts} if counts else result
 
 
 def summary(counts: dict[str, int], uses_per_token: int) -> dict[str, float]:
@@ -77,7 +77,7 @@ def summary(counts: dict[str, int], uses_per_token: int) -> dict[str, float]:
     a token brought from home, in place, ahead of its layer or into a slot."""
     found = rates.per_token(counts, uses_per_token)
     found["cold_rate"] = counts["misses"] / max(1, counts["uses"])
-    found["bytes_per_token"] = sum(found.get(f"{name}_per_token", 0.0) for name in _BYTES)
+    found["bytes_per_token"] = sum(found.get(f"{name}_per_token", 0.0) for name in BYTES)
     return found
 
 

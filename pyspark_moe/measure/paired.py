@@ -7,9 +7,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 Metrics = Mapping[str, float]
+T = TypeVar("T")
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -46,6 +47,11 @@ class Paired:
         }
 
 
+def in_turn(arms: Sequence[T], number: int) -> list[T]:
+    """The arms in the order of round `number`: turned in every second one, so that no arm always comes first."""
+    return list(arms) if number % 2 == 0 else list(reversed(arms))
+
+
 def run_paired(
     arms: Mapping[str, Callable[[], Metrics]],
     rounds: int,
@@ -56,17 +62,15 @@ def run_paired(
     into: Paired | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Paired:
-    """Runs `rounds` rounds after `warmup` that are thrown away. The order within a round alternates, so that no arm always
-    comes first. stop: asked before every round, true ends them early. into: collects here, so that a round that fails
-    loses itself only. progress: gets a line after every round."""
+    """Runs `rounds` rounds after `warmup` that are thrown away. stop: asked before every round, true ends them early. into:
+    collects here, so that a round that fails loses itself only. progress: gets a line after every round."""
     result = Paired(tuple(arms)) if into is None else into
     for number in range(-warmup, rounds):
         if stop():
             progress(f"stopped before round {number + 1} of {rounds}")
             break
-        names = list(arms) if number % 2 == 0 else list(reversed(arms))
         measured = {}
-        for name in names:
+        for name in in_turn(tuple(arms), number):
             measured[name] = dict(arms[name]())
             time.sleep(pause_s)
         if number >= 0:

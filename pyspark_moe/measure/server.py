@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -72,6 +73,14 @@ class MeasuredServer:
     @property
     def pid(self) -> int:
         return self._child.process.pid
+
+    def peak_ram(self) -> int | None:
+        """Bytes of RAM that its process had at most, mapped pages of files included; None when it is gone."""
+        try:
+            found = re.search(r"^VmHWM:\s*(\d+) kB$", Path(f"/proc/{self.pid}/status").read_text(), re.M)
+        except OSError:
+            return None
+        return 1024 * int(found[1]) if found else None
 
     def _wait_ready(self) -> None:
         last_sign, log_size = self._limits.clock(), 0

@@ -8,6 +8,7 @@ import click
 
 from .. import __version__
 from ..command import run_command
+from .bench import bench
 from .calibrate import calibrate
 from .doctor import doctor
 from .extract import extract
@@ -25,6 +26,7 @@ def command() -> None:
     """Tools around dflash_server, which has its own --help."""
 
 
+command.add_command(bench)
 command.add_command(calibrate)
 command.add_command(doctor)
 command.add_command(extract)

@@ -12,7 +12,11 @@ from typing import Any
 import click
 
 from ..config import SparkConfig
+from ..errors import ProfileError
 from ..measure.limits import Limits
+from ..model_info import ModelInfo
+from ..model_profile import model_profile
+from ..routing_profile import read_profile
 
 
 def residency_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,3 +68,19 @@ def file_digest(path: Path) -> str:
         while data := file.read(1 << 20):
             digest.update(data)
     return digest.hexdigest()
+
+
+def given_profile(info: ModelInfo, given: str) -> Path:
+    """The file that --profile names, "auto" the model's own. Raises ProfileError unless it is one of this model."""
+    file = model_profile(info, path=None if given == "auto" else given)
+    try:
+        found = read_profile(file.path)
+        if found is None:
+            raise ProfileError("there is no such file; `pyspark-moe calibrate` makes one")
+        if found.fingerprint != file.fingerprint:
+            raise ProfileError("it is of another model, or of another version of this one")
+    except ProfileError as e:
+        raise ProfileError(f"--profile '{file.path}' cannot be used: {e}.") from None
+    except OSError as e:
+        raise ProfileError(f"--profile '{file.path}' cannot be read: {e.strerror or e}.") from None
+    return file.path

@@ -10,7 +10,7 @@ import click
 
 from ..command import end_on_sigterm
 from ..config import SparkConfig
-from ..errors import ConfigError, NoExpertsError, ProfileError
+from ..errors import ConfigError, NoExpertsError
 from ..history.corpus import ShuffledCorpus
 from ..measure.limits import Limits
 from ..measure.results import ResultFile
@@ -18,9 +18,7 @@ from ..measure.server import OURS
 from ..measure.sizes import slots_for_share
 from ..measure.validate import ARMS, DEFAULT_ARMS, Setup, Validation, Work, table
 from ..model_info import ModelInfo, read_model_info
-from ..model_profile import model_profile
-from ..routing_profile import read_profile
-from .measuring import file_digest, limit_options, residency_options, words
+from .measuring import file_digest, given_profile, limit_options, residency_options, words
 
 
 @click.command()
@@ -53,7 +51,7 @@ def validate(
     info = read_model_info(model)
     if not info.is_moe:
         raise NoExpertsError(f"'{model}' has no routed experts: there is nothing to validate.")
-    path = _profile(info, profile)
+    path = given_profile(info, profile)
     work = Work(prompts, prompt_tokens, tokens, warmup)
     if work.n_warm >= prompts:
         raise ConfigError(f"--warmup {warmup} takes {work.n_warm} of {prompts} requests: give a smaller one, or more --prompts.")
@@ -84,21 +82,6 @@ def _arms(text: str) -> tuple[str, ...]:
     if unknown:
         raise ConfigError(f"--arms has {unknown[0]!r}: choose among {', '.join(ARMS)}, with commas between them.")
     return names
-
-
-def _profile(info: ModelInfo, given: str) -> Path:
-    file = model_profile(info, path=None if given == "auto" else given)
-    try:
-        found = read_profile(file.path)
-        if found is None:
-            raise ProfileError("there is no such file; `pyspark-moe calibrate` makes one")
-        if found.fingerprint != file.fingerprint:
-            raise ProfileError("it is of another model, or of another version of this one")
-    except ProfileError as e:
-        raise ProfileError(f"--profile '{file.path}' cannot be used: {e}.") from None
-    except OSError as e:
-        raise ProfileError(f"--profile '{file.path}' cannot be read: {e.strerror or e}.") from None
-    return file.path
 
 
 def _size(info: ModelInfo, share: float | None, spark: SparkConfig) -> tuple[str, ...]:
