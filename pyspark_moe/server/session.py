@@ -18,7 +18,7 @@ from ..bootstrap import find_history, read_history
 from ..budget import Serving, format_bytes
 from ..config import SparkConfig
 from ..decision import Decision, best_slots, decide, keeps_budget, replan
-from ..errors import ModelFileError, SparkError
+from ..errors import ModelFileError, ModelNotFoundError, SparkError
 from ..gpu import read_gpus
 from ..memory import MachineMemory, read_machine_memory
 from ..model_info import read_model_info
@@ -84,6 +84,8 @@ class Session:
         if self.config.mode == "off":
             return self._serve_without("--no-spark")
         try:
+            if not loading.path:  # llama-server goes on when what -hf or a URL names could not be fetched
+                raise ModelNotFoundError("There is no model file: what llama-server was to fetch (-hf, --model-url) did not arrive; its lines above say why.")
             model = read_model_info(loading.path)
         except ModelFileError as e:
             if self.config.mode == "auto" and not self.config.has_budget:

@@ -90,6 +90,12 @@ def test_no_such_model(tmp_path: Path) -> None:
     refused(tmp_path / "nothing.gguf", "--spark", says=(r"nothing\.gguf",))
 
 
+@pytest.mark.parametrize("spark", [["--spark"], []], ids=["on", "auto"])
+def test_a_model_that_was_not_fetched(spark: list[str]) -> None:
+    text = refused("-hf", "nobody/no-such-model", "--offline", *spark, says=("spark: .*did not arrive",))
+    assert "'.'" not in text, "an empty path is no name for a user"
+
+
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
     folder = tmp_path / "folder.gguf"
     folder.mkdir()
