@@ -5,6 +5,9 @@
 #include "expert_store.h"
 #include "status.h"
 
+#include "llama.h"
+#include "src/llama-ext.h"
+
 #include <algorithm>
 
 struct spark_store {
@@ -40,6 +43,10 @@ void require_n_expert(const spark::layer_state & layer, const void * out, int32_
 }
 
 } // namespace
+
+void spark_set_fused_qkv(bool enabled) {
+    llama_set_qkv_views(enabled);
+}
 
 uint32_t spark_api_version(void) {
     return SPARK_API_VERSION;

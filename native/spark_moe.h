@@ -137,6 +137,9 @@ struct spark_stats {
 };
 
 uint32_t     spark_api_version(void);
+// Whether models loaded from now on read Q, K and V of a layer as one matrix for up to eight tokens, where they are of one type
+// and lie next to each other (default: they do). Every row rounds as before.
+void         spark_set_fused_qkv(bool enabled);
 // Size of a structure in bytes as compiled, 0 for an unknown one.
 size_t       spark_sizeof(int32_t which);
 // Text of the last failure of this thread; "" when there was none. Never NULL.

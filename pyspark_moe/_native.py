@@ -424,6 +424,12 @@ class Store:
         return f"<Store of '{self.path}', {'closed' if self.is_closed else f'{len(self.layers)} MoE layers'}>"
 
 
+def set_fused_qkv(enabled: bool) -> None:
+    """Whether models loaded from now on read Q, K and V of a layer as one matrix for up to eight tokens, where they are of one type and
+    lie next to each other, as on a GPU (default: they do). Every row rounds as before."""
+    native()[1].spark_set_fused_qkv(enabled)
+
+
 class Prefill:
     """Texts that a loaded model reads so that the experts they need are counted. While it is open the context computes
     nothing else; close() leaves its memory empty. One thread.

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import gguf
 import numpy as np
 
-from ._native import Prefill, Stats, Store, build_info, prepare_llama_cpp
+from ._native import Prefill, Stats, Store, build_info, prepare_llama_cpp, set_fused_qkv
 from .bootstrap import find_history, read_history
 from .budget import Serving
 from .config import SparkConfig
@@ -131,6 +131,7 @@ class SparkLlama(llama_cpp.Llama):
                   True: residency always. False: never. SparkConfig: as it says, e.g. SparkConfig(ram_gib=8).
     draft         a small model with the same vocabulary, proposing tokens for this one; default None.
     draft_tokens  tokens it proposes at a time, 1 or more; default 4.
+    fused_qkv     read Q, K and V of a layer as one matrix for up to eight tokens where they lie next to each other; default True.
 
     `.spark` has the figures (class Residency). close() frees everything and may be called again; `with` does it too.
     Loading is serialised over threads; one object belongs to one thread at a time, as in llama_cpp.
@@ -146,9 +147,10 @@ class SparkLlama(llama_cpp.Llama):
         spark: SparkConfig | bool | None = None,
         draft: str | os.PathLike[str] | None = None,
         draft_tokens: int = 4,
+        fused_qkv: bool = True,
         **kwargs: Any,
     ) -> None:
-        self._spark_arguments = {"spark": spark, "draft": draft, "draft_tokens": draft_tokens, "use_mmap": kwargs.get("use_mmap", True)}
+        self._spark_arguments = {"spark": spark, "draft": draft, "draft_tokens": draft_tokens, "fused_qkv": fused_qkv, "use_mmap": kwargs.get("use_mmap", True)}
         self._store: Store | None = None
         self._keeper: ProfileKeeper | None = None
         self._draft: Any = None
@@ -170,6 +172,7 @@ class SparkLlama(llama_cpp.Llama):
             raise
 
     def _load_model(self, path: str, kwargs: dict[str, Any]) -> None:
+        set_fused_qkv(self._spark_arguments["fused_qkv"])
         super().__init__(path, **kwargs)
         if self._lora_adapter is not None and not self._lora_adapter:  # llama_cpp takes a null pointer for an adapter
             raise RuntimeError(f"Failed to initialize LoRA adapter from lora path: {self.lora_path}")

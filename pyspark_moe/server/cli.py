@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__, demo_model, draft, errors
-from .._native import build_info
+from .._native import build_info, set_fused_qkv
 from ..bootstrap import check_history
 from ..command import run_command
 from ..config import POLICIES, SparkConfig
@@ -124,6 +124,8 @@ class VerifyWidth(click.ParamType):
         help="Round drafted tokens that are verified together as single ones: greedy text is the text without a draft. The cost is printed at start.")
 @option("--verify-width", group="Drafting", type=VerifyWidth(), metavar="N|auto",
         help="Drafted tokens of a sequence that are verified at once. auto: as many as pay, by what steps cost here and how many of the sequence's are accepted.  [default: auto with --draft where that cannot change the text]")
+@option("--fused-qkv/--no-fused-qkv", group="Computing", default=True, show_default=True,
+        help="Read Q, K and V of a layer as one matrix for up to eight tokens, where they are of one type and lie next to each other, as on a GPU. Every row rounds as before.")
 @option("--demo", group="This program", is_flag=True, help="Serve the small model that comes with the package; --spark then keeps half of its experts.")
 @option("--help-llama", group="This program", is_flag=True, help="Show llama-server's own flags and exit.")
 @option("--version", group="This program", is_flag=True, help="Show the versions of this program and of llama-server and exit.")
@@ -150,6 +152,7 @@ def serve(
     draft_file: str | None,
     exact_verify: bool,
     verify_width: int | str | None,
+    fused_qkv: bool,
     demo: bool,
     help_llama: bool,
     version: bool,
@@ -191,12 +194,14 @@ def serve(
     check_budgets(config, read_machine_memory(), *cuda)  # before a model is downloaded
     check_history(config)
     args = list(arguments.args)
+    set_fused_qkv(fused_qkv)
+    more = drafting.as_args() + ([] if fused_qkv else ["--no-fused-qkv"])
     n_drafted = None
     if draft_file is not None:
         n_drafted = draft_tokens(args) or USUAL_WIDTH
         args += _draft_args(draft_file, arguments, drafting)
     _check_cache_types(args, cuda[0])
-    return run_server(Session(config, cuda), args, read_serving(args), child_args(config) + drafting.as_args(), drafting, n_drafted)
+    return run_server(Session(config, cuda), args, read_serving(args), child_args(config) + more, drafting, n_drafted)
 
 
 def _use_demo(arguments: LlamaArguments) -> LlamaArguments:
