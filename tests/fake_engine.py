@@ -2,6 +2,7 @@
 
 serve    answers every request with the tokens 1, 2, 3 ...
 other    serve, but without every expert resident the third token differs
+slow     serve, a quarter of a second for each request
 stall    answers /health and then nothing
 first    serve with every expert resident, else stall
 sleep    never listens
@@ -55,6 +56,8 @@ class Handler(BaseHTTPRequestHandler):
         if BEHAVIOUR == "die":
             print("out of memory", file=sys.stderr, flush=True)
             os._exit(3)
+        if BEHAVIOUR == "slow":
+            time.sleep(0.25)
         self.send_response(200)
         self.end_headers()
         n = body["n_predict"]
