@@ -152,6 +152,8 @@ class Bench:
         else:
             running.facts["memory_bytes"], running.facts["memory_method"] = server.peak_ram(), "peak resident RAM, pages of the file included"
         placed = server.counters() or {}
+        if arm.has_store and "fast_bytes" not in placed:
+            raise EngineError(f"The server '{arm.name}' serves without an expert store, although it has --spark.")
         running.facts |= {key: placed[key] for key in ("n_fast", "n_expert", "fast_bytes") if key in placed}
         return running
 
@@ -207,9 +209,11 @@ class Bench:
         measured, answers, prefills = measure_round(server, server.counters, work, number, self._uses_per_token, self._done)
         metrics = metrics_of(measured)
         self.found.add(number, arm.name, metrics, [*answers, *prefills])
+        facts = self.found.facts[arm.name]  # buffers grow with use
         if not self.setup.on_gpu:
-            facts = self.found.facts[arm.name]
             facts["memory_bytes"] = max(facts["memory_bytes"] or 0, server.peak_ram() or 0)
+        elif facts["memory_method"] == "per process":
+            facts["memory_bytes"] = max(facts["memory_bytes"], device_memory.process_memory(server.pid) or 0)
         hits = f", {metrics['hit_rate']:.1%} hits" if "hit_rate" in metrics else ""
         self._say(
             f"round {number + 1} of {self.work.rounds}, {arm.name}: {metrics['decode_per_s']:.1f} tokens/s, {metrics['ttft_ms']:.0f} ms to the first, "

@@ -71,8 +71,10 @@ def bench(
     on_gpu = has_gpu or device == "gpu"
     if on_gpu and not has_gpu and tuple(engine) == OURS:
         raise ConfigError("--on gpu: this build or machine has no GPU that can be used; `pyspark-moe doctor` says what they have. Use --on cpu.")
-    n_prefill = prefill_tokens or (_PREFILL_GPU if on_gpu else _PREFILL_CPU)
+    n_prefill = prefill_tokens or min(_PREFILL_GPU if on_gpu else _PREFILL_CPU, max(1, info.n_ctx_train // 2))
     work = Work(rounds, requests, prompt_tokens, tokens, prefills, n_prefill, -(-warmup // tokens))
+    if max(context or 0, work.n_ctx) > info.n_ctx_train > 0:
+        raise ConfigError(f"The requests need a context of {max(context or 0, work.n_ctx)} tokens, and '{model.name}' was made for {info.n_ctx_train}: give fewer.")
     if context is not None and context < work.n_ctx:
         raise ConfigError(f"--context {context} does not hold the requests: give {work.n_ctx} or more, or fewer tokens.")
     path = given_profile(info, profile) if profile else None

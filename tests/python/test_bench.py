@@ -210,6 +210,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for flags, text in (
         (("--budgets", "60"), "--budgets has '60'"),
         (("--context", 300), "--context 300 does not hold the requests"),
+        (("--prefill-tokens", 5000), "need a context of 5120 tokens, and 'target-Q4_K_M.gguf' was made for 4096"),
         (("--profile", foreign), "it is of another model"),
         (("--profile", tmp_path / "none.csv"), "there is no such file"),
         (("--stall", 0), "--stall is 0"),
