@@ -63,6 +63,10 @@ size_t spark_sizeof(int32_t which) {
         case SPARK_STRUCT_SERVER_CALLBACKS: return sizeof(spark_server_callbacks);
         case SPARK_STRUCT_DEVICE_INFO:      return sizeof(spark_device_info);
         case SPARK_STRUCT_DRAFT_PARAMS:     return sizeof(spark_draft_params);
+        case SPARK_STRUCT_SPECULATION_PARAMS: return sizeof(spark_speculation_params);
+        case SPARK_STRUCT_SAMPLING:           return sizeof(spark_sampling);
+        case SPARK_STRUCT_SPECULATION_STEP:   return sizeof(spark_speculation_step);
+        case SPARK_STRUCT_SPECULATION_STATS:  return sizeof(spark_speculation_stats);
         default:                            return 0;
     }
 }

@@ -8,6 +8,9 @@
 //                 released with the last model, so models, contexts and stores may be freed in any order.
 //   spark_prefill a loaded model that reads texts only so that the experts they need are counted. Owner: the caller of
 //                 spark_prefill_init; the context must outlive it and compute nothing else meanwhile.
+//   spark_speculation  a draft model beside a loaded model, and the one text that they write together, step by step: draft,
+//                 verify, accept. Owner: the caller of spark_speculation_init; the context must outlive it, and while it is
+//                 open its sequence 0 is computed through it alone. One for each context at a time.
 //   spark_http_reply   the answer under construction inside spark_server_callbacks::http_get, and only there.
 //
 // What this header refuses to know: HTTP, JSON, profiles, budgets, agent history, Python.
@@ -56,7 +59,11 @@ enum spark_struct {
     SPARK_STRUCT_SERVER_MODEL     = 5,
     SPARK_STRUCT_SERVER_CALLBACKS = 6,
     SPARK_STRUCT_DEVICE_INFO      = 7,
-    SPARK_STRUCT_DRAFT_PARAMS     = 8
+    SPARK_STRUCT_DRAFT_PARAMS     = 8,
+    SPARK_STRUCT_SPECULATION_PARAMS = 9,
+    SPARK_STRUCT_SAMPLING           = 10,
+    SPARK_STRUCT_SPECULATION_STEP   = 11,
+    SPARK_STRUCT_SPECULATION_STATS  = 12
 };
 
 // What chooses the expert that leaves a fast slot.
@@ -68,6 +75,7 @@ enum spark_policy {
 
 struct spark_store;
 struct spark_prefill;
+struct spark_speculation;
 struct spark_http_reply;
 struct llama_context;
 
@@ -205,6 +213,101 @@ int32_t spark_prefill_begin_chat(struct spark_prefill * prefill, const char * me
 int32_t spark_prefill_begin_text(struct spark_prefill * prefill, const char * text, size_t n_text, int32_t n_max, int32_t * n_tokens);
 // Computes the next micro-batch. *n_left: tokens still to compute. OK, INTERNAL (llama.cpp could not compute; the text is over).
 int32_t spark_prefill_step(struct spark_prefill * prefill, int32_t * n_left);
+
+// A draft model for a model that is loaded. That the pair belongs together (vocabulary, and layers that the target's architecture
+// exposes) is the caller's to know, from both files' headers: llama.cpp answers some misfits by ending the process.
+struct spark_speculation_params {
+    struct llama_context * context; // the target's; its memory can be cut back (not recurrent)
+    const char * draft_path;        // UTF-8; "": the next-token head in the target's own file
+    const char * type;              // llama.cpp's name: draft-simple, draft-eagle3, draft-mtp, draft-dflash, draft-dspark
+    int32_t n_draft;                // tokens that are drafted at a time, 1 or more; a draft with a block of fixed size may give fewer
+    int32_t n_gpu_layers;           // of the draft; negative: all
+    bool    exact_verify;           // round verified tokens as single ones, so that greedy text is the text without a draft; up to 63 drafted ones
+};
+
+// Which tokens of spark_speculation_decode() get logits.
+enum spark_speculation_logits {
+    SPARK_SPECULATION_LOGITS_LAST   = 0,
+    SPARK_SPECULATION_LOGITS_ALL    = 1,
+    SPARK_SPECULATION_LOGITS_VERIFY = 2  // all, rounded as the parameters say
+};
+
+// How the target's tokens are chosen; llama.cpp's samplers in its order. temperature 0: the likeliest token.
+struct spark_sampling {
+    uint32_t seed;
+    int32_t  top_k;              // 0: all
+    int32_t  penalty_last_n;     // tokens that are penalised; 0: none
+    float    temperature;
+    float    top_p;              // 1: off
+    float    min_p;              // 0: off
+    float    penalty_repeat;     // 1: off
+    float    penalty_frequency;  // 0: off
+    float    penalty_presence;   // 0: off
+    const char * grammar;        // GBNF; NULL or "": none
+};
+
+// One step: milliseconds since it was begun, by what they were spent on.
+struct spark_speculation_step {
+    int32_t n_drafted;
+    int32_t n_accepted;  // of these, how many were kept
+    double  draft_ms;    // the draft model with its heads
+    double  verify_ms;   // the target's batch
+    double  features_ms; // handing the target's activations to the draft
+    double  sampling_ms;
+    double  other_ms;    // the rest, the caller's own time between the calls included
+};
+
+// Sums over the steps in which a draft was verified.
+struct spark_speculation_stats {
+    uint64_t n_steps;
+    uint64_t n_drafted;   // tokens
+    uint64_t n_accepted;  // tokens
+    uint64_t n_pauses;    // how often drafting rested for 256 tokens, because hardly anything was accepted
+    bool     is_broken;   // the draft computes logits that are not numbers, and is not asked any more
+    bool     is_exact;    // verified tokens are rounded as single ones: that was asked for, and every device of the target can
+    int32_t  n_depths;    // for spark_speculation_get_depths: tokens of the longest draft
+    double   draft_ms;
+    double   verify_ms;
+    double   features_ms;
+    double   sampling_ms; // 0 for a caller that samples itself; its time is in other_ms
+    double   other_ms;    // the caller's time between the calls included
+};
+
+// Loads the draft and empties nothing. OK, INVALID_ARGUMENT, BAD_FORMAT (the draft cannot be loaded), OUT_OF_MEMORY.
+int32_t spark_speculation_init(const struct spark_speculation_params * params, struct spark_speculation ** out);
+// NULL is allowed.
+void    spark_speculation_free(struct spark_speculation * speculation);
+
+// The context's sequence 0 begins anew with the prompt. *token: the first token after it, which is known and not yet computed, as
+// the last token of a text always is. OK, INVALID_ARGUMENT (nothing changed), INTERNAL (llama.cpp could not compute; begin again).
+int32_t spark_speculation_begin(struct spark_speculation * speculation, const int32_t * prompt, int32_t n_prompt, const struct spark_sampling * sampling, int32_t * token);
+// tokens[n_max]: what may follow the text. None at the end of the context, and where drafting rests. OK, INVALID_ARGUMENT, BAD_STATE.
+int32_t spark_speculation_draft(struct spark_speculation * speculation, int32_t n_max, int32_t * tokens, int32_t * n_tokens);
+// tokens[n_drafted + 1]: what the target writes: the drafted tokens it agrees with and one more, at least one; an end of generation
+// ends them. OK, INVALID_ARGUMENT (nothing changed), BAD_STATE (not begun, an open step, or the context is full), INTERNAL.
+int32_t spark_speculation_verify(struct spark_speculation * speculation, const int32_t * drafted, int32_t n_drafted, int32_t * tokens, int32_t * n_tokens);
+// Keeps the first n_keep of these, the sampler's state included, and ends the step; 0: as if it had not been. OK, INVALID_ARGUMENT
+// and BAD_STATE (nothing changed), INTERNAL.
+int32_t spark_speculation_accept(struct spark_speculation * speculation, int32_t n_keep, struct spark_speculation_step * out);
+
+// The same for a caller with a sampler of its own; a text that spark_speculation_begin() began is over. Computes tokens at positions
+// pos0.. of sequence 0, where pos0 is at most the number of tokens computed so far; what was there and behind is forgotten. logits: an
+// enum spark_speculation_logits. OK, INVALID_ARGUMENT (nothing changed), INTERNAL.
+int32_t spark_speculation_decode(struct spark_speculation * speculation, const int32_t * tokens, int32_t n_tokens, int32_t pos0, int32_t logits);
+// tokens[n_max]: what may follow `last`, which will go to position `pos`. OK, INVALID_ARGUMENT, BAD_STATE (a text with a sampler is open).
+int32_t spark_speculation_propose(struct spark_speculation * speculation, int32_t last, int32_t pos, int32_t n_max, int32_t * tokens, int32_t * n_tokens);
+// How many of the tokens that were proposed and verified last were kept; before the next proposal. Nothing where none were verified.
+// OK, INVALID_ARGUMENT.
+int32_t spark_speculation_keep(struct spark_speculation * speculation, int32_t n_accepted);
+// Something else has changed the memory of the context: its sequence 0 holds these tokens now, none being allowed. The draft knows
+// nothing of them. OK, INVALID_ARGUMENT (the memory ends before them; nothing changed).
+int32_t spark_speculation_adopt(struct spark_speculation * speculation, const int32_t * tokens, int32_t n_tokens);
+
+// Tokens in the memory of the context, so without the last one of the text. 0 for NULL.
+int32_t spark_speculation_n_past(const struct spark_speculation * speculation);
+int32_t spark_speculation_get_stats(const struct spark_speculation * speculation, struct spark_speculation_stats * out);
+// drafted_at[n]: drafts longer than each depth 0..n-1; accepted_at[n]: those of which more tokens than that were accepted. OK, INVALID_ARGUMENT.
+int32_t spark_speculation_get_depths(const struct spark_speculation * speculation, uint64_t * drafted_at, uint64_t * accepted_at, int32_t n);
 
 // What llama-server is about to load; valid during the callback, which may set n_ctx.
 struct spark_server_model {

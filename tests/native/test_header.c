@@ -9,6 +9,7 @@ int main(void) {
         sizeof(struct spark_store_params), sizeof(struct spark_layer_info), sizeof(struct spark_layer_plan), sizeof(struct spark_plan),
         sizeof(struct spark_stats), sizeof(struct spark_server_model), sizeof(struct spark_server_callbacks),
         sizeof(struct spark_device_info), sizeof(struct spark_draft_params),
+        sizeof(struct spark_speculation_params), sizeof(struct spark_sampling), sizeof(struct spark_speculation_step), sizeof(struct spark_speculation_stats),
     };
     struct spark_store_params params;
     struct spark_store * store = NULL;
