@@ -49,6 +49,10 @@ _STRUCTS = (
     "spark_server_callbacks",
     "spark_device_info",
     "spark_draft_params",
+    "spark_speculation_params",
+    "spark_sampling",
+    "spark_speculation_step",
+    "spark_speculation_stats",
 )
 _POLICIES = {"frequency": "SPARK_POLICY_FREQUENCY", "static": "SPARK_POLICY_STATIC", "chaos": "SPARK_POLICY_CHAOS"}
 

@@ -10,7 +10,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import gguf
@@ -31,6 +31,11 @@ from .profile_keeper import ProfileKeeper, hotness_of, open_profile
 from .residency import needs_placing, open_store, place
 
 llama_cpp = prepare_llama_cpp()
+
+from .speculative.handle import resolve  # noqa: E402  (as above)
+from .speculative.llama_draft import LlamaDraft  # noqa: E402
+from .speculative.statistics import SpeculationStats  # noqa: E402
+
 T = TypeVar("T")
 
 # llama-cpp-python redirects the process's stdout and stderr while it loads quietly; two threads doing that at once would
@@ -129,8 +134,10 @@ class SparkLlama(llama_cpp.Llama):
 
     spark         None (default): residency when the model is a mixture of experts that does not fit the memory available.
                   True: residency always. False: never. SparkConfig: as it says, e.g. SparkConfig(ram_gib=8).
-    draft         a small model with the same vocabulary, proposing tokens for this one; default None.
+    draft         a model that proposes tokens for this one, of any kind that `dflash_server --draft` takes: a small model with the same
+                  vocabulary, or a DFlash, DSpark, EAGLE-3 or MTP draft made for this one; default None.
     draft_tokens  tokens it proposes at a time, 1 or more; default 4.
+    exact_verify  round tokens that are verified together as single ones, so that greedy text is the text without a draft; default True.
     fused_qkv     read Q, K and V of a layer as one matrix for up to eight tokens where they lie next to each other; default True.
 
     `.spark` has the figures (class Residency). close() frees everything and may be called again; `with` does it too.
@@ -147,23 +154,32 @@ class SparkLlama(llama_cpp.Llama):
         spark: SparkConfig | bool | None = None,
         draft: str | os.PathLike[str] | None = None,
         draft_tokens: int = 4,
+        exact_verify: bool = True,
         fused_qkv: bool = True,
         **kwargs: Any,
     ) -> None:
-        self._spark_arguments = {"spark": spark, "draft": draft, "draft_tokens": draft_tokens, "fused_qkv": fused_qkv, "use_mmap": kwargs.get("use_mmap", True)}
+        self._spark_arguments = {
+            "spark": spark,
+            "draft": draft,
+            "draft_tokens": draft_tokens,
+            "exact_verify": exact_verify,
+            "fused_qkv": fused_qkv,
+            "use_mmap": kwargs.get("use_mmap", True),
+        }
         self._store: Store | None = None
         self._keeper: ProfileKeeper | None = None
-        self._draft: Any = None
+        self._draft: LlamaDraft | None = None
         path = os.fspath(model_path)
         try:
             config = _make_config(spark)
+            drafting = self._check_draft(draft, path, kwargs)
             self.spark = self._open_residency(path, config, kwargs)
             if self._store is not None:
                 kwargs["use_mmap"] = False  # a mapping of the whole file would be read ahead and stay resident, experts included
-            if draft is not None:
-                kwargs["draft_model"] = self._open_draft(draft, path, draft_tokens, kwargs)
-                kwargs["logits_all"] = True  # llama_cpp verifies drafts with all logits, and sizes its array by this argument
             _load(path, lambda: self._load_model(path, kwargs))
+            if drafting:
+                options = {"n_draft": draft_tokens, "n_gpu_layers": kwargs.get("n_gpu_layers", 0), "exact_verify": exact_verify}
+                self._draft = self.draft_model = _load(draft, lambda: LlamaDraft(self, drafting, **options))
             self._place(config)
             self._learn(config)
         except BaseException:
@@ -249,15 +265,48 @@ class SparkLlama(llama_cpp.Llama):
         assert self.spark.decision.plan is not None
         store.place(self.spark.decision.plan)
 
-    def _open_draft(self, draft: str | os.PathLike[str], path: str, draft_tokens: int, kwargs: dict[str, Any]) -> Any:
-        from .speculative import open_draft
-
+    @staticmethod
+    def _check_draft(draft: str | os.PathLike[str] | None, path: str, kwargs: dict[str, Any]) -> list[str]:
+        """Checks a draft against its target before either is loaded; which kind it is, as arguments of llama-server, [] without one."""
+        if draft is None:
+            return []
         if kwargs.get("draft_model") is not None:
             raise ConfigError("draft= and draft_model= both name a draft: give one of them.")
-        n_ctx = kwargs.get("n_ctx", 512) or read_model_info(path).n_ctx_train
-        options = {"n_threads": kwargs.get("n_threads"), "verbose": kwargs.get("verbose", True)}
-        self._draft = _load(draft, lambda: open_draft(draft, path, n_ctx=n_ctx, n_draft=draft_tokens, **options))
-        return self._draft
+        return resolve(draft, path)
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Computes tokens at the end of the text, as llama_cpp.Llama.eval()."""
+        if self._draft is None:
+            super().eval(tokens)
+        else:
+            self._draft.eval(self, list(tokens))
+
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """Samples a token, as llama_cpp.Llama.sample()."""
+        token = super().sample(*args, **kwargs)
+        if self._draft is not None:
+            self._draft.sampled(kwargs.get("idx"))
+        return token
+
+    def generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
+        """Tokens after a prompt, as llama_cpp.Llama.generate()."""
+        try:
+            yield from super().generate(*args, **kwargs)
+        finally:
+            if self._draft is not None:
+                self._draft.end_text(self)
+
+    def load_state(self, state: Any) -> None:
+        """Goes back to a state of save_state(); a draft begins anew there."""
+        super().load_state(state)
+        if self._draft is not None:
+            self._draft.adopt(self)
+
+    def draft_stats(self) -> SpeculationStats:
+        """What the draft proposed, what of it was kept, and where the time of these steps went. Raises StateError without a draft."""
+        if self._draft is None:
+            raise StateError("This model has no draft. Pass draft=FILE to load one.")
+        return self._draft.stats()
 
     @property
     def model_params(self) -> Any:
@@ -286,7 +335,7 @@ class SparkLlama(llama_cpp.Llama):
             store.close()
         draft, self._draft = self._draft, None
         if draft is not None:
-            draft.close()
+            draft.close()  # already, where the context was there to be closed
 
     def __del__(self) -> None:
         if "_store" in self.__dict__:  # else the constructor did not begin
@@ -302,7 +351,7 @@ class SparkLlama(llama_cpp.Llama):
         """Constructor arguments, for pickling: the copy loads the model again."""
         state = super().__getstate__() | self._spark_arguments
         if self._spark_arguments["draft"] is not None:
-            state["draft_model"] = None
+            state["draft_model"] = None  # the copy opens its own
         return state
 
 

@@ -21,9 +21,9 @@ def run(*args: str, stdin: str = "") -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_block_of_the_guide(number: int) -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
     assert run("-c", BLOCKS[number]).strip()
 
 
@@ -39,3 +39,10 @@ def test_chat_example() -> None:
     assert re.search(r"\[\d+% hits\]", out)
     refused = subprocess.run([sys.executable, str(ROOT / "examples" / "chat.py"), "--ram", "0.0001"], input="", capture_output=True, text=True, timeout=60)
     assert refused.returncode == 1 and "smallest budget" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_speculation_example() -> None:
+    out = run(str(ROOT / "examples" / "speculation.py"), "--draft-tokens", "3")
+    steps = re.findall(r"^([0-3]) of [0-3] in +[\d.]+ ms: b['\"]", out, re.M)
+    assert len(steps) > 10 and "3" in steps and "def fibonacci(n):" in out
+    assert re.search(r"tokens a step over \d+ steps; ms a step: draft [\d.]+, verify [\d.]+, .*accepted by depth: \d+% \d+% \d+%", out)

@@ -21,7 +21,7 @@ from transcripts import write_history
 
 llama_cpp = prepare_llama_cpp()
 DATA = Path(pyspark_moe.__file__).parent / "data"
-TARGET, DRAFT = DATA / "target-Q4_K_M.gguf", DATA / "draft-q8_0.gguf"
+TARGET = DATA / "target-Q4_K_M.gguf"
 PROMPT = "def add(a, b):\n"
 COMMON = {"n_ctx": 512, "n_threads": 2, "verbose": False}
 
@@ -106,20 +106,6 @@ def test_streaming_chat_and_embeddings(reference: str) -> None:
         with make(spark=spark, embedding=True) as llm:
             vectors.append(np.asarray(llm.create_embedding("hello world")["data"][0]["embedding"]))
     assert vectors[0].size and np.isfinite(vectors[0]).all() and np.array_equal(*vectors)
-
-
-def test_plain_draft_keeps_the_text(reference: str, tmp_path: Path) -> None:
-    twin = Path(shutil.copy(TARGET, tmp_path / "twin.gguf"))
-    with make(spark=True, draft=twin, draft_tokens=3) as llm:
-        assert write(llm) == reference
-        assert llm.draft_model._llm.n_tokens > len(llm.tokenize(PROMPT.encode()))  # it did propose
-
-
-def test_drafts_that_only_the_server_drives_say_so() -> None:
-    with pytest.raises(errors.DraftError, match=r"dspark draft.*dflash_server MODEL --draft"):
-        make(draft=DRAFT)
-    with pytest.raises(errors.ConfigError, match="draft= and draft_model="):
-        make(draft=TARGET, draft_model=lambda ids: ids)
 
 
 def test_close_in_any_order() -> None:
