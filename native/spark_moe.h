@@ -223,6 +223,7 @@ struct spark_speculation_params {
     int32_t n_draft;                // tokens that are drafted at a time, 1 or more; a draft with a block of fixed size may give fewer
     int32_t n_gpu_layers;           // of the draft; negative: all
     bool    exact_verify;           // round verified tokens as single ones, so that greedy text is the text without a draft; up to 63 drafted ones
+    bool    measure_heads;          // see heads_ms; the draft's graph is computed in two parts. For drafts with a block: DFlash and DSpark
 };
 
 // Which tokens of spark_speculation_decode() get logits.
@@ -251,6 +252,7 @@ struct spark_speculation_step {
     int32_t n_drafted;
     int32_t n_accepted;  // of these, how many were kept
     double  draft_ms;    // the draft model with its heads
+    double  heads_ms;    // of draft_ms: from the end of the backbone on, drafted tokens chosen included; negative: not measured
     double  verify_ms;   // the target's batch
     double  features_ms; // handing the target's activations to the draft
     double  sampling_ms;
@@ -267,6 +269,7 @@ struct spark_speculation_stats {
     bool     is_exact;    // verified tokens are rounded as single ones: that was asked for, and every device of the target can
     int32_t  n_depths;    // for spark_speculation_get_depths: tokens of the longest draft
     double   draft_ms;
+    double   heads_ms;    // negative: not measured
     double   verify_ms;
     double   features_ms;
     double   sampling_ms; // 0 for a caller that samples itself; its time is in other_ms

@@ -119,7 +119,7 @@ int32_t spark_speculation_get_stats(const spark_speculation * speculation, spark
         const auto ms = [&](server_phase phase) { return (double) r.steps.us[(int) phase]/1000.0; };
         *out = {
             r.steps.n_steps, r.steps.n_drafted, r.steps.n_accepted, r.n_pauses, r.is_broken, speculation->core.verifies_exactly(), (int32_t) r.steps.drafted_at.size(),
-            ms(server_phase::draft), ms(server_phase::verify), ms(server_phase::features), ms(server_phase::sampling), ms(server_phase::other),
+            ms(server_phase::draft), speculation->core.get_heads_ms(), ms(server_phase::verify), ms(server_phase::features), ms(server_phase::sampling), ms(server_phase::other),
         };
     });
 }

@@ -6,6 +6,7 @@
 #include "src/llama-ext.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace spark {
 
@@ -32,6 +33,20 @@ struct quiet {
 
     const int before = common_log_get_verbosity_thold();
 };
+
+bool has_block(common_speculative_type type) {
+    return type == COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH || type == COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK;
+}
+
+// llama.cpp asks for each node of the draft's graph whether to compute it before the next ones, and says when it has. A draft with a
+// block is one pass, in which the heads follow the last norm of the backbone.
+bool note_backbone(ggml_tensor * node, bool is_question, void * us) {
+    if (is_question) {
+        return strcmp(node->name, "result_norm") == 0;
+    }
+    *(int64_t *) us = ggml_time_us();
+    return true;
+}
 
 common_speculative_type type_of(const char * name) {
     const common_speculative_type type = common_speculative_type_from_name(name ? name : "");
@@ -67,11 +82,13 @@ common_params_sampling to_common(const spark_sampling & s) {
 } // namespace
 
 speculation::speculation(const spark_speculation_params & params)
-    : ctx(params.context), model(llama_get_model(ctx)), vocab(llama_model_get_vocab(model)), n_ctx((int32_t) llama_n_ctx_seq(ctx)), n_draft(params.n_draft), exact_verify(params.exact_verify) {
+    : ctx(params.context), model(llama_get_model(ctx)), vocab(llama_model_get_vocab(model)), n_ctx((int32_t) llama_n_ctx_seq(ctx)), n_draft(params.n_draft), exact_verify(params.exact_verify),
+      measures_heads(params.measure_heads) {
     const common_speculative_type type = type_of(params.type);
     const int32_t n_most = std::min(max_rows(), n_ctx) - 1;
     require(params.n_draft >= 1 && params.n_draft <= n_most, format("%d tokens to draft at a time; this context allows 1 to %d", params.n_draft, n_most));
     require(!llama_model_is_recurrent(model) && !llama_model_is_hybrid(model), "the target has a recurrent memory, which cannot be cut back to the accepted tokens. Use it without a draft, or through dflash_server");
+    require(!measures_heads || has_block(type), format("the heads of a %s draft are computed for each token anew, and are not measured apart", params.type));
     const quiet only_warnings;
     make_draft_context(params, type);
     check_pair(type);
@@ -121,6 +138,10 @@ void speculation::make_draft_context(const spark_speculation_params & params, co
     p.speculative.types              = { type };
     p.speculative.draft.n_max        = params.n_draft;
     p.speculative.draft.n_gpu_layers = params.n_gpu_layers;
+    if (measures_heads) {
+        p.cb_eval           = note_backbone;
+        p.cb_eval_user_data = &backbone_us;
+    }
     if (has_file) {
         p.speculative.draft.mparams.path = params.draft_path;
     }
@@ -136,7 +157,7 @@ void speculation::make_draft_context(const spark_speculation_params & params, co
 // What common_speculative_init() would answer by ending the process.
 void speculation::check_pair(common_speculative_type type) const {
     const llama_model * draft = llama_get_model(ctx_draft);
-    const bool reads_layers = type == COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH || type == COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK || type == COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3;
+    const bool reads_layers = has_block(type) || type == COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3;
     if (reads_layers) {
         const uint32_t n = llama_model_target_layer_ids_n(draft);
         require(n > 0, "the draft does not say which layers of its target it reads");
@@ -218,6 +239,7 @@ void speculation::forget() {
 void speculation::begin_step() {
     if (last_us == 0) {
         step_us = {};
+        step_heads_us = 0;
         last_us = ggml_time_us();
     }
     end_phase(server_phase::other);
@@ -284,6 +306,7 @@ llama_tokens speculation::make_proposal(llama_token last, int32_t pos, int32_t n
         return proposal;
     }
     begin_step();
+    backbone_us = 0;
     common_speculative_get_draft_params(spec.get(), 0) = { /*.drafting =*/ true, /*.n_max =*/ n, /*.pos0 =*/ pos, /*.id_last =*/ last, /*.prompt =*/ &text, /*.result =*/ &proposal };
     common_speculative_draft(spec.get());
     if ((int32_t) proposal.size() > n) {
@@ -295,6 +318,7 @@ llama_tokens speculation::make_proposal(llama_token last, int32_t pos, int32_t n
     has_drafted = has_drafted || !proposal.empty();
     state.drafted(0, ctx_draft, proposal.size());
     end_phase(server_phase::draft);
+    step_heads_us += backbone_us ? last_us - backbone_us : 0;
     return proposal;
 }
 
@@ -322,6 +346,7 @@ void speculation::keep(int32_t n_accepted) {
         require(n_accepted >= 0 && n_accepted <= n_verified, format("%d tokens accepted of %d", n_accepted, n_verified));
         common_speculative_accept(spec.get(), 0, (uint16_t) n_accepted);
         state.verified(0, n_accepted);
+        heads_us += step_heads_us;
         end_phase(server_phase::other); // the caller's: sampling, and whatever it did with the tokens
     }
     n_verified = 0;
@@ -412,10 +437,11 @@ spark_speculation_step speculation::accept(int32_t n_keep) {
     if (n > 0 && !drafted.empty()) {
         state.drafted(0, nullptr, drafted.size()); // these, whoever proposed them
         state.verified(0, (size_t) n_accepted);
+        heads_us += step_heads_us;
     }
     abandon_step();
     const auto ms = [&](server_phase phase) { return (double) step_us[(int) phase]/1000.0; };
-    return { (int32_t) drafted.size(), n_accepted, ms(server_phase::draft), ms(server_phase::verify), ms(server_phase::features), ms(server_phase::sampling), ms(server_phase::other) };
+    return { (int32_t) drafted.size(), n_accepted, ms(server_phase::draft), measures_heads ? step_heads_us/1000.0 : -1, ms(server_phase::verify), ms(server_phase::features), ms(server_phase::sampling), ms(server_phase::other) };
 }
 
 } // namespace spark

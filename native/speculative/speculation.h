@@ -51,6 +51,8 @@ public:
 
     drafting::report get_report() const { return state.get(); }
     bool verifies_exactly() const { return is_exact; }
+    // Of all steps in which a draft was verified; negative when that is not measured.
+    double get_heads_ms() const { return measures_heads ? heads_us/1000.0 : -1; }
 
 private:
     enum class stage { none, ready, verified };
@@ -75,6 +77,7 @@ private:
     const int32_t n_ctx;
     const int32_t n_draft; // tokens at a time
     const bool    exact_verify;
+    const bool    measures_heads;
 
     // freed in reverse order: the drafting, then the draft's context
     common_speculative_init_result_ptr loaded;
@@ -99,6 +102,9 @@ private:
     drafting state;
     std::array<uint64_t, step_profile::N_PHASE> step_us {};
     int64_t last_us = 0; // 0: no step is open
+    int64_t backbone_us   = 0; // when the draft's backbone was computed last; 0: not yet
+    int64_t step_heads_us = 0;
+    int64_t heads_us      = 0; // of all steps
 };
 
 } // namespace spark

@@ -59,7 +59,7 @@ struct target {
 };
 
 spark_speculation_params params_for(const target & t) {
-    return { t.context.get(), DRAFT.c_str(), "draft-dspark", N_DRAFT, 0, true };
+    return { t.context.get(), DRAFT.c_str(), "draft-dspark", N_DRAFT, 0, true, false };
 }
 
 struct free_speculation { void operator()(spark_speculation * s) const { spark_speculation_free(s); } };
@@ -131,6 +131,11 @@ void bad_arguments() {
     params = params_for(t);
     params.draft_path = "";
     CHECK_EQ(status(), SPARK_STATUS_INVALID_ARGUMENT);
+    params = params_for(t);
+    params.type = "draft-simple"; // more than one pass
+    params.measure_heads = true;
+    CHECK_EQ(status(), SPARK_STATUS_INVALID_ARGUMENT);
+    params = params_for(t);
     params.draft_path = "no-such-draft.gguf";
     CHECK_EQ(status(), SPARK_STATUS_BAD_FORMAT);
     CHECK(last_error_has("no-such-draft.gguf"));
@@ -214,6 +219,7 @@ void text_is_the_targets_own() {
         CHECK_EQ(stats.n_drafted, n_drafted);
         CHECK_EQ(stats.n_accepted, n_accepted);
         CHECK_EQ(stats.n_depths, N_DRAFT);
+        CHECK(stats.heads_ms < 0);
         const double sum = stats.draft_ms + stats.verify_ms + stats.features_ms + stats.sampling_ms + stats.other_ms;
         CHECK(sum > 0.9*ms && sum < 1.1*ms);
         std::vector<uint64_t> drafted_at(N_DRAFT), accepted_at(N_DRAFT);
