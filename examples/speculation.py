@@ -19,7 +19,7 @@ def main() -> None:
     args = parser.parse_args()
 
     target, draft = args.models
-    with SparkLlama(target, n_ctx=1024, verbose=False) as llm, Speculation(llm, draft, n_draft=args.draft_tokens) as spec:
+    with SparkLlama(target, n_ctx=1024, verbose=False) as llm, Speculation(llm, draft, n_draft=args.draft_tokens, measure_heads=True) as spec:
         text = [spec.begin(llm.tokenize(args.prompt.encode()))]
         while len(text) < 100 and text[-1] != llm.token_eos():
             drafted = spec.draft()

@@ -28,7 +28,7 @@ class Handle:
     Raises ConfigError, StateError, InvalidArgumentError, ModelLoadError (the draft cannot be loaded), OutOfMemoryError.
     """
 
-    def __init__(self, llm: Any, arguments: Sequence[str], *, n_draft: int, n_gpu_layers: int, exact_verify: bool) -> None:
+    def __init__(self, llm: Any, arguments: Sequence[str], *, n_draft: int, n_gpu_layers: int, exact_verify: bool, measure_heads: bool = False) -> None:
         self._pointer: Any = None
         self.n_draft = n_draft
         if n_draft < 1:
@@ -45,7 +45,7 @@ class Handle:
         params = ffi.new("struct spark_speculation_params *")
         params.context = ffi.cast("struct llama_context *", ctypes.cast(context.ctx, ctypes.c_void_p).value)
         params.draft_path, params.type = path, kind
-        params.n_draft, params.n_gpu_layers, params.exact_verify = n_draft, n_gpu_layers, exact_verify
+        params.n_draft, params.n_gpu_layers, params.exact_verify, params.measure_heads = n_draft, n_gpu_layers, exact_verify, measure_heads
         out = ffi.new("struct spark_speculation **")
         with LoadLog(prepare_llama_cpp()) as log:
             try:
@@ -96,7 +96,8 @@ class Handle:
         ffi, lib, pointer = self._native()
         out = ffi.new("struct spark_speculation_step *")
         check(lib.spark_speculation_accept(pointer, n_keep, out))
-        return Step(tuple(written[:n_keep]), out.n_drafted, out.n_accepted, out.draft_ms, out.verify_ms, out.features_ms, out.sampling_ms, out.other_ms)
+        names = [name for name in Step.__dataclass_fields__ if name not in ("tokens", "heads_ms")]
+        return Step(tuple(written[:n_keep]), heads_ms=_measured(out.heads_ms), **{name: getattr(out, name) for name in names})
 
     def decode(self, tokens: Sequence[int], pos0: int, logits: str) -> None:
         """Computes tokens at positions pos0..; logits: "last", "all", or "verify" (all, rounded as single ones)."""
@@ -125,9 +126,9 @@ class Handle:
         n = out.n_depths
         drafted_at, accepted_at = ffi.new("uint64_t[]", max(1, n)), ffi.new("uint64_t[]", max(1, n))
         check(lib.spark_speculation_get_depths(pointer, drafted_at, accepted_at, n))
-        depths = {"drafted_at": tuple(drafted_at[0:n]), "accepted_at": tuple(accepted_at[0:n])}
-        names = [name for name in SpeculationStats.__dataclass_fields__ if name not in depths]
-        return SpeculationStats(**{name: getattr(out, name) for name in names}, **depths)
+        others = {"drafted_at": tuple(drafted_at[0:n]), "accepted_at": tuple(accepted_at[0:n]), "heads_ms": _measured(out.heads_ms)}
+        names = [name for name in SpeculationStats.__dataclass_fields__ if name not in others]
+        return SpeculationStats(**{name: getattr(out, name) for name in names}, **others)
 
     def close(self) -> None:
         pointer, self._pointer = self._pointer, None
@@ -138,6 +139,10 @@ class Handle:
 def resolve(draft_path: str | os.PathLike[str] | None, target_path: str) -> list[str]:
     """draft.resolve() for a pair; None: the next-token head in the target's own file. Raises DraftError."""
     return draft.resolve(target_path if draft_path is None else Path(draft_path), target_path)
+
+
+def _measured(ms: float) -> float | None:
+    return ms if ms >= 0 else None
 
 
 def _tokens(ffi: Any, tokens: Sequence[int]) -> Any:

@@ -23,25 +23,34 @@ class Speculation:
     n_draft       tokens to draft at a time; default 4. A draft with a block of fixed size may give fewer
     n_gpu_layers  of the draft; default: as the target's
     exact_verify  round tokens that are verified together as single ones, so that greedy text is the text without a draft; default True
+    measure_heads time the draft's heads apart from its backbone (Step.heads_ms); its graph is then computed in two parts. For DFlash and
+                  DSpark drafts, which are one pass; default False
 
     A text is a prompt and what was kept of each step. Its last token is known and not computed yet. One thread at a time.
     close(), or `with`; again is allowed, and so is closing the target first. Not closed: freed with this object.
 
     Raises DraftError (the pair does not fit), ConfigError, StateError (the target has a draft), InvalidArgumentError (the target's
-    memory is recurrent, or n_draft is too large), ModelLoadError, OutOfMemoryError.
+    memory is recurrent, n_draft is too large, or there are no heads to measure), ModelLoadError, OutOfMemoryError.
     """
 
     def __init__(
-        self, llm: Llama, draft: str | os.PathLike[str] | None = None, *, n_draft: int = 4, n_gpu_layers: int | None = None, exact_verify: bool = True
+        self,
+        llm: Llama,
+        draft: str | os.PathLike[str] | None = None,
+        *,
+        n_draft: int = 4,
+        n_gpu_layers: int | None = None,
+        exact_verify: bool = True,
+        measure_heads: bool = False,
     ) -> None:
         self._handle: Handle | None = None
         self._written: list[int] = []
         if llm.draft_model is not None:
             raise StateError("This model has a draft of its own (draft= or draft_model=): load it without.")
         arguments = resolve(draft, llm.model_path)
-        self._handle = Handle(
-            llm, arguments, n_draft=n_draft, n_gpu_layers=llm.model_params.n_gpu_layers if n_gpu_layers is None else n_gpu_layers, exact_verify=exact_verify
-        )
+        if n_gpu_layers is None:
+            n_gpu_layers = llm.model_params.n_gpu_layers
+        self._handle = Handle(llm, arguments, n_draft=n_draft, n_gpu_layers=n_gpu_layers, exact_verify=exact_verify, measure_heads=measure_heads)
         self._llm = llm  # keeps the target alive
 
     @property

@@ -11,7 +11,8 @@ class Step:
     tokens       what was kept, in order
     n_drafted    tokens that the draft had proposed
     n_accepted   of these, how many are in `tokens`
-    draft_ms     the draft model, its heads included: llama.cpp computes them in one graph
+    draft_ms     the draft model, its heads included
+    heads_ms     of draft_ms: what the heads took, with choosing the drafted tokens; None unless Speculation(measure_heads=True)
     verify_ms    the target's batch
     features_ms  handing the target's inner activations to the draft
     sampling_ms  choosing tokens and comparing them with the draft
@@ -22,6 +23,7 @@ class Step:
     n_drafted: int
     n_accepted: int
     draft_ms: float
+    heads_ms: float | None
     verify_ms: float
     features_ms: float
     sampling_ms: float
@@ -52,6 +54,7 @@ class SpeculationStats:
     is_broken: bool
     is_exact: bool
     draft_ms: float
+    heads_ms: float | None
     verify_ms: float
     features_ms: float
     sampling_ms: float
@@ -82,5 +85,7 @@ class SpeculationStats:
         if not self.n_steps:
             return "no draft was verified"
         times = ", ".join(f"{name} {getattr(self, f'{name}_ms') / self.n_steps:.2f}" for name in ("draft", "verify", "features", "sampling", "other"))
+        if self.heads_ms is not None:
+            times = times.replace(",", f" (its heads {self.heads_ms / self.n_steps:.2f}),", 1)
         depths = " ".join(f"{share:.0%}" for share in self.acceptance_by_depth)
         return f"{self.tokens_per_step:.2f} tokens a step over {self.n_steps} steps; ms a step: {times}; accepted by depth: {depths}"

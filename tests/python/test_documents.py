@@ -45,4 +45,4 @@ def test_speculation_example() -> None:
     out = run(str(ROOT / "examples" / "speculation.py"), "--draft-tokens", "3")
     steps = re.findall(r"^([0-3]) of [0-3] in +[\d.]+ ms: b['\"]", out, re.M)
     assert len(steps) > 10 and "3" in steps and "def fibonacci(n):" in out
-    assert re.search(r"tokens a step over \d+ steps; ms a step: draft [\d.]+, verify [\d.]+, .*accepted by depth: \d+% \d+% \d+%", out)
+    assert re.search(r"tokens a step over \d+ steps; ms a step: draft [\d.]+ \(its heads [\d.]+\), verify [\d.]+, .*accepted by depth: \d+% \d+% \d+%", out)

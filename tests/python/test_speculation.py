@@ -250,6 +250,17 @@ def test_figures_add_up(target: SparkLlama) -> None:
     assert json.loads(json.dumps(stats.as_dict()))["tokens_per_step"] == stats.tokens_per_step and "tokens a step" in str(stats)
 
 
+def test_heads_can_be_timed_apart(target: SparkLlama) -> None:
+    prompt = tokens_of(target, PROMPT)
+    with Speculation(target, DRAFT) as spec:
+        expected = stepwise(spec, prompt, 40)
+        assert spec.step().heads_ms is None and spec.stats().heads_ms is None
+    with Speculation(target, DRAFT, measure_heads=True) as spec:
+        assert stepwise(spec, prompt, 40) == expected
+        step, stats = spec.step(), spec.stats()
+        assert 0 < step.heads_ms < step.draft_ms and 0 < stats.heads_ms < stats.draft_ms and "(its heads " in str(stats)
+
+
 def test_a_spark_llama_counts_too() -> None:
     with make(draft=DRAFT, draft_tokens=5) as llm:
         write(llm, n=60)
