@@ -25,7 +25,7 @@ struct target {
     target() {
         llama_context_params params = llama_context_default_params();
         params.n_ctx = params.n_batch = params.n_ubatch = N_CTX;
-        params.n_threads = params.n_threads_batch = 2;
+        params.n_threads = params.n_threads_batch = 1;
         model.reset(llama_model_load_from_file(TARGET.c_str(), llama_model_default_params()));
         context.reset(llama_init_from_model(model.get(), params));
     }
@@ -193,7 +193,7 @@ void bad_arguments() {
 void text_is_the_targets_own() {
     target t;
     const tokens prompt = t.tokenize("def fibonacci(n):\n");
-    const tokens expected = t.write(prompt, 100);
+    const tokens expected = t.write(prompt, 48);
     {
         const speculation s = open(t);
         tokens text = begin(s.get(), prompt, greedy());
@@ -211,7 +211,7 @@ void text_is_the_targets_own() {
         CHECK_EQ(spark_speculation_n_past(s.get()), (int32_t) (prompt.size() + text.size() - 1));
         text.resize(expected.size());
         CHECK(text == expected);
-        CHECK(n_accepted > 20); // or nothing was tested
+        CHECK(n_accepted > 10); // or nothing was tested
 
         spark_speculation_stats stats;
         CHECK_EQ(spark_speculation_get_stats(s.get(), &stats), SPARK_STATUS_OK);
@@ -233,7 +233,7 @@ void text_is_the_targets_own() {
         CHECK_EQ(sum_drafted, n_drafted);
         CHECK_EQ(sum_accepted, n_accepted);
     }
-    CHECK(t.write(prompt, 100) == expected); // the target is what it was
+    CHECK(t.write(prompt, 48) == expected); // the target is what it was
 }
 
 // A caller may keep less than the target wrote, or nothing: the text, and a sampler with random numbers, go on as if it had been so.
@@ -249,16 +249,16 @@ void anything_can_be_kept() {
     for (const spark_sampling & sampling : { greedy(), random }) {
         const speculation s = open(t);
         tokens expected = begin(s.get(), prompt, sampling);
-        while (expected.size() < 60) {
+        while (expected.size() < 20) {
             append(expected, step(s.get()));
         }
-        for (const int32_t n_keep : { 1, 2, 3 }) {
+        for (const int32_t n_keep : { 1, 3 }) {
             tokens text = begin(s.get(), prompt, sampling);
-            while (text.size() < 60) {
+            while (text.size() < 20) {
                 CHECK(step(s.get(), 0).empty());
                 append(text, step(s.get(), n_keep));
             }
-            CHECK(std::equal(text.begin(), text.begin() + 60, expected.begin()));
+            CHECK(std::equal(text.begin(), text.begin() + 20, expected.begin()));
         }
     }
 }
@@ -287,7 +287,10 @@ void a_step_has_an_order() {
 // To the last cell of the context, and not behind it.
 void text_ends_with_the_context() {
     target t;
-    const tokens prompt = t.tokenize("def f():\n");
+    tokens prompt = t.tokenize("def f():\n");
+    while (prompt.size() < N_CTX - 24) {
+        prompt.push_back(prompt[prompt.size() % 5]);
+    }
     const tokens expected = t.write(prompt, N_CTX - (int) prompt.size() + 1);
     const speculation s = open(t);
     tokens text = begin(s.get(), prompt, greedy());
@@ -306,7 +309,7 @@ void text_ends_with_the_context() {
 void callers_may_sample_themselves() {
     target t;
     const tokens prompt = t.tokenize("class Point:\n");
-    const tokens expected = t.write(prompt, 60);
+    const tokens expected = t.write(prompt, 30);
     const speculation s = open(t);
     const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(t.model.get()));
     const auto likeliest = [&](int32_t row) {
@@ -339,7 +342,7 @@ void callers_may_sample_themselves() {
     }
     spark_speculation_stats stats;
     CHECK_EQ(spark_speculation_get_stats(s.get(), &stats), SPARK_STATUS_OK);
-    CHECK(stats.n_steps > 10 && stats.n_accepted > 10 && stats.verify_ms > 0 && stats.sampling_ms == 0);
+    CHECK(stats.n_steps > 5 && stats.n_accepted > 5 && stats.verify_ms > 0 && stats.sampling_ms == 0);
 }
 
 // Two pairs; either draft goes first, and its target goes on without. A context can get another draft after the first.
