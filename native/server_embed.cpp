@@ -82,6 +82,7 @@ public:
     }
 
     bool on_contexts_created(llama_context * context, int n_ubatch) override {
+        target = context;
         if (is_on_device) {
             warm_up(context, n_ubatch);
         }
@@ -104,6 +105,9 @@ public:
     void on_phase_end(server_phase phase) override {
         if (n_draft_most > 0) {
             drafting.phase_end(phase);
+            if (phase == server_phase::verify) {
+                drafting.computed(llama_perf_context(target).n_reused);
+            }
         }
     }
 
@@ -234,6 +238,7 @@ private:
             { "steps", t.n_steps }, { "drafts", t.n_drafts }, { "drafted", t.n_drafted }, { "accepted", t.n_accepted },
             { "drafted_at", t.drafted_at }, { "accepted_at", t.accepted_at },
             { "verify_width", { { "auto", report.has_auto_width }, { "drafts", report.n_by_width }, { "ms_by_rows", curve_json(report.verify_curve) } } },
+            { "graphs", { { "computed", report.n_graphs }, { "reused", report.n_reused } } },
             { "pauses", report.n_pauses }, { "paused", report.n_paused }, { "broken", report.is_broken },
             { "ms", {
                 { "draft", ms(server_phase::draft) }, { "heads", nullptr }, // in the draft's own graph, so part of its time
@@ -269,6 +274,7 @@ private:
     std::vector<llama_model_tensor_buft_override> overrides_of_user;
     bool is_on_device = false;
     spark::drafting drafting;
+    llama_context * target = nullptr; // while a model is loaded
     int32_t n_draft_most = 0; // most tokens that are drafted at once; 0: no drafting
 };
 

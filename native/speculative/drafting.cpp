@@ -70,6 +70,12 @@ void drafting::phase_end(server_phase phase) {
     step_ended(profile.phase_end(phase, (uint64_t) ggml_time_us()));
 }
 
+void drafting::computed(int32_t n_reused_so_far) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    n_graphs++;
+    n_reused = n_reused_so_far;
+}
+
 void drafting::request_finished() {
     const std::lock_guard<std::mutex> lock(mutex);
     step_ended(profile.rest());
@@ -96,12 +102,14 @@ void drafting::reset() {
     profile   = {};
     width     = {};
     n_pauses  = 0;
+    n_graphs  = 0;
+    n_reused  = 0;
     is_broken = false;
 }
 
 drafting::report drafting::get() const {
     const std::lock_guard<std::mutex> lock(mutex);
-    report r { profile.get(), n_pauses, 0, is_broken, width.is_auto(), width.chosen(), width.costs().points() };
+    report r { profile.get(), n_pauses, 0, is_broken, n_graphs, (uint64_t) n_reused, width.is_auto(), width.chosen(), width.costs().points() };
     for (const sequence & s : sequences) {
         r.n_paused += s.pause.is_paused();
     }

@@ -22,6 +22,7 @@ public:
         uint64_t n_pauses = 0;
         int32_t  n_paused = 0;      // sequences that rest now
         bool     is_broken = false; // the draft computes no numbers, and is not asked any more
+        uint64_t n_graphs = 0, n_reused = 0; // computed by the target, and of them those whose graph was that of the last
         bool     has_auto_width = false;
         std::vector<uint64_t> n_by_width;           // see verify_width::chosen
         std::vector<step_cost::point> verify_curve; // what was measured at start
@@ -35,6 +36,9 @@ public:
 
     void verified(int id_slot, size_t n_accepted);
     void phase_end(server_phase phase);
+
+    // The target has computed a batch; n_reused: llama.cpp's count of graphs that were not built anew, so far.
+    void computed(int32_t n_reused);
     void request_finished();
 
     // A model is loaded (again); nothing is drafted until the width is known.
@@ -60,6 +64,8 @@ private:
     step_profile profile;
     verify_width width;
     uint64_t n_pauses  = 0;
+    uint64_t n_graphs  = 0;
+    int32_t  n_reused  = 0;
     bool     is_broken = false;
 };
 

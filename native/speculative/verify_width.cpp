@@ -96,13 +96,12 @@ int32_t verify_width::choose(int id, int32_t n_allowed) {
         if (--s.n_rest == 0) {
             s.n_drafts = 0;
         }
-    } else if (is_auto() && (s.n_drafts < LEAST_DRAFTS || !cost.is_known())) {
-        n = s.n_drafts % 2 == 0 ? n_allowed : (n_allowed + 1)/2;
-    } else if (is_auto() && s.n_drafts % LOOK_EVERY == 0) {
-        n = s.n_drafts/LOOK_EVERY % 2 == 0 ? n_allowed : (n_allowed + 1)/2;
+    } else if (is_auto() && (s.n_drafts % LOOK_EVERY < LOOK_DRAFTS || !cost.is_known())) {
+        n = s.n_drafts % LOOK_DRAFTS < LOOK_DRAFTS/2 ? n_allowed : (n_allowed + 1)/2;
     } else if (is_auto()) {
         n = fastest(s, n_allowed);
-        s.n_rest = n == 0 ? TOKENS_OF_REST - 1 : 0;
+        s.n_chosen = n;
+        s.n_rest   = n == 0 ? TOKENS_OF_REST - 1 : 0;
     }
     n_chosen[n]++;
     return n;
@@ -114,7 +113,7 @@ int32_t verify_width::fastest(const sequence & s, int32_t n_allowed) const {
     const double tokens    = n_others*(recent.n_drafts > 0 ? recent.n_tokens/recent.n_drafts : 0);
     const int32_t n_rows   = (int32_t) std::lround(rows);
     const double without   = (tokens + 1)/(n_others > 0.5 ? cost.with_draft(n_rows + 1) : cost.without_draft(1)); // others draft all the same
-    double  best_rate = LEAST_GAIN*without;
+    double  best_rate = LEAST_GAIN*without, last_rate = 0;
     int32_t best      = 0;
     double  expected = 1, reached = 1;
     for (int32_t n = 1; n <= n_allowed; n++) {
@@ -125,8 +124,11 @@ int32_t verify_width::fastest(const sequence & s, int32_t n_allowed) const {
             best_rate = rate;
             best      = n;
         }
+        if (n == s.n_chosen) {
+            last_rate = rate;
+        }
     }
-    return best;
+    return best > 0 && best_rate < LEAST_GAIN*last_rate ? s.n_chosen : best;
 }
 
 void verify_width::verified(int id, int32_t n_drafted, int32_t n_accepted) {

@@ -66,11 +66,12 @@ private:
 // Pure: no clock, no threads.
 class verify_width {
 public:
-    // Drafts of a sequence of which one is verified in full or half, in turn: to see how deep it holds, and what other widths cost.
-    static constexpr int    LOOK_EVERY     = 16;
-    static constexpr int    LEAST_DRAFTS   = 4;    // so verified at first and after a rest, before anything is concluded
+    // Of so many drafts of a sequence the first are verified in full and half: to see how deep they hold, and what other widths cost.
+    // In a row, since a step of another width builds its graph anew.
+    static constexpr int    LOOK_EVERY     = 64;
+    static constexpr int    LOOK_DRAFTS    = 4;
     static constexpr int    TOKENS_OF_REST = 256;  // written without a draft when drafting is no faster than not
-    static constexpr double LEAST_GAIN     = 1.02; // over not drafting, or the sequence rests
+    static constexpr double LEAST_GAIN     = 1.02; // over not drafting, or the sequence rests; and over its last width, or it keeps that
 
     // n_fixed > 0: always this many. 0: chosen, at most n_most.
     void configure(int32_t n_fixed, int32_t n_most, std::vector<step_cost::point> curve);
@@ -95,6 +96,7 @@ private:
         acceptance accepted;
         int n_drafts = 0; // since drafting began (again)
         int n_rest   = 0; // tokens until it begins again
+        int32_t n_chosen = 0; // the width chosen last
     };
 
     // Decayed means over steps, of the drafts of other sequences in a step.

@@ -48,3 +48,14 @@ def test_the_flags_bound_it(start: Callable[..., Server], flags: tuple[str, ...]
     draft = server.get("/spark/stats")["draft"]
     assert draft["verify_width"]["auto"] == auto and len(draft["verify_width"]["drafts"]) == 1 + most
     assert len(draft["drafted_at"]) == most
+
+
+def test_steps_of_one_width_reuse_their_graph(start: Callable[..., Server]) -> None:
+    """Steady state: a graph is built for the prompt, the first step after it, and the last steps, which may draft fewer tokens."""
+    server = start("-m", TARGET, "--no-spark", "--draft", DRAFT, "--verify-width", "6", "-c", "1024", "-np", "1", *ONE_THREAD)
+    server.complete(PROMPTS[0], 32, ignore_eos=True)
+    before = server.get("/spark/stats")["draft"]
+    server.complete(PROMPTS[1], 120, ignore_eos=True)
+    after = server.get("/spark/stats")["draft"]
+    computed, reused = (after["graphs"][name] - before["graphs"][name] for name in ("computed", "reused"))
+    assert computed >= 120 / 7 and computed - reused <= 8
