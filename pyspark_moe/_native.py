@@ -116,7 +116,11 @@ def open_library(header_text: str, library_path: Path) -> tuple[cffi.FFI, Any]:
     if lib.spark_api_version() != lib.SPARK_API_VERSION:
         mismatch = f"its API version is {lib.spark_api_version()}, the header's {lib.SPARK_API_VERSION}"
     for which, name in enumerate(_STRUCTS):
-        compiled, declared = lib.spark_sizeof(which), ffi.sizeof(f"struct {name}")
+        try:
+            compiled, declared = lib.spark_sizeof(which), ffi.sizeof(f"struct {name}")
+        except (ffi.error, ValueError):
+            mismatch = f"the header has no struct {name}"
+            break
         if compiled != declared:
             mismatch = f"struct {name} has {compiled} bytes in the library and {declared} in the header"
     if mismatch:

@@ -30,6 +30,7 @@ def library() -> Path:
         ("#define SPARK_API_VERSION 4", "#define SPARK_API_VERSION 5", "its API version is 4, the header's 5"),
         ("int32_t n_ctx; ", "uint64_t n_ctx; uint64_t more; ", "struct spark_server_model has"),
         ("uint64_t expert_bytes; //", "uint64_t expert_bytes; uint64_t more; //", "struct spark_layer_info has 24 bytes in the library and 32"),
+        ("struct spark_draft_params", "struct spark_draft_parameters", "has no struct spark_draft_params"),
         ("/* cffi:end */", "", "lacks its markers"),
         ("size_t       spark_sizeof(int32_t which);", "size_t spark_sizeof(", "cannot be parsed"),
     ],
