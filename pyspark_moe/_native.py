@@ -118,7 +118,7 @@ def open_library(header_text: str, library_path: Path) -> tuple[cffi.FFI, Any]:
     for which, name in enumerate(_STRUCTS):
         try:
             compiled, declared = lib.spark_sizeof(which), ffi.sizeof(f"struct {name}")
-        except (ffi.error, ValueError):
+        except (cffi.FFIError, cffi.CDefError, ValueError):
             mismatch = f"the header has no struct {name}"
             break
         if compiled != declared:
