@@ -8,6 +8,7 @@ first    serve with every expert resident, else stall
 sleep    never listens
 die      ends at the first completion
 refuse   ends at the start with a sentence, as dflash_server does
+small    refuses --spark-ram among llama-server's lines, as dflash_server does when it knows the model; else serve
 crash    ends at the start with a traceback
 full     ends at the start with every expert on the GPU and without a store, as where they do not fit; else serve
 cpu-moe  serve, but with --n-cpu-moe the third token differs
@@ -75,6 +76,8 @@ if __name__ == "__main__":
         time.sleep(600)
     if BEHAVIOUR == "refuse" and ALL_RESIDENT:
         sys.exit("dflash_server: error: --spark-ram 1 is too little.")
+    if BEHAVIOUR == "small" and "--spark-ram" in FLAGS:
+        sys.exit("I srv load_model: loading\nspark: error: --spark-ram 1 is too small.\nE srv llama_server: exiting due to model loading error")
     if BEHAVIOUR == "crash":
         raise RuntimeError("no such backend")
     if BEHAVIOUR == "full" and not HAS_STORE and "--n-cpu-moe" not in FLAGS:

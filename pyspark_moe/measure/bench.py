@@ -8,7 +8,7 @@ written after every arm of every round.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,9 +49,8 @@ class Work:
         """Tokens of a context that holds each request."""
         return -(-(max(self.n_prompt + self.n_tokens, self.n_prefill + 1) + 8) // 256) * 256
 
-    def n_asked(self, arms: Iterable[Arm], is_together: bool) -> int:
+    def n_asked(self, arms: Sequence[Arm], is_together: bool) -> int:
         """Requests in all, as far as it is known beforehand."""
-        arms = tuple(arms)
         warm = sum(1 + (self.n_warm if arm.has_store else 1) for arm in arms)
         return warm * (1 if is_together else self.rounds) + self.rounds * len(arms) * (self.n_requests + self.n_prefills)
 

@@ -120,7 +120,7 @@ def make_arms(setup: Setup) -> tuple[Arm, ...]:
     repacks = not setup.on_gpu and not {"--no-repack", "-nr"} & set(setup.shared)
     arms = []
     if setup.with_resident:
-        why = "llama.cpp repacks expert weights on the CPU, and those kernels round otherwise" if repacks else ""
+        why = "llama.cpp repacks expert weights, and those kernels round otherwise" if repacks else ""
         arms.append(Arm(ALL_RESIDENT, setup.engine, (*base, "--no-spark"), True, inexact=why, may_fail=setup.on_gpu))
     stock_program, stock_flags = (setup.stock, ()) if setup.stock else (setup.engine, ("--no-spark",))
     another = "another program" if setup.stock else ""
@@ -131,7 +131,8 @@ def make_arms(setup: Setup) -> tuple[Arm, ...]:
             why = another or "experts on the CPU are rounded otherwise than on the GPU"
             arms.append(Arm(f"cpu-moe-{budget.label}", stock_program, (*base, *stock_flags), not setup.stock, False, budget, why, spark, True))
     if not setup.on_gpu and setup.with_offload:
-        arms.append(Arm("mmap", stock_program, (*base, *stock_flags, "--no-repack"), not setup.stock, inexact=another))
+        why = another or ("its other weights are not repacked either, and round otherwise" if repacks else "")
+        arms.append(Arm("mmap", stock_program, (*base, *stock_flags, "--no-repack"), not setup.stock, inexact=why))
     return tuple(arms)
 
 

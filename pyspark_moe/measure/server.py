@@ -20,7 +20,8 @@ from .limits import Limits
 from .streaming import events_of, stream_completion
 
 OURS = (sys.executable, "-m", "pyspark_moe.server.cli")
-_REFUSAL = re.compile(r"^dflash_server: error: (.*)\Z", re.M | re.S)
+# How dflash_server refuses: its last words before anything is loaded, or a line among llama-server's when it knows the model.
+_REFUSALS = (re.compile(r"^dflash_server: error: (.*)\Z", re.M | re.S), re.compile(r"^spark: error: (?!.* failed, please report this)(.*)$", re.M))
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ class MeasuredServer:
         while True:
             if self._child.process.poll() is not None:
                 died = self._child.died("starting")
-                refused = _REFUSAL.search(self._child.log_tail())
-                raise RefusedError(refused[1].strip()) if self.is_ours and self._child.process.returncode == 1 and refused else died
+                refused = self._refusal()
+                raise RefusedError(refused) if refused else died
             if self._child.log_size != log_size:
                 last_sign, log_size = self._limits.clock(), self._child.log_size
             if self._limits.step_s(last_sign) <= 0:
@@ -99,6 +100,13 @@ class MeasuredServer:
             except (OSError, http.client.HTTPException):
                 pass  # it does not listen yet
             time.sleep(0.05)
+
+    def _refusal(self) -> str:
+        """The sentence with which it refused to start; "" when that is not how it ended."""
+        if not self.is_ours or self._child.process.returncode != 1:
+            return ""
+        tail = self._child.log_tail()
+        return next((found[1].strip() for pattern in _REFUSALS if (found := pattern.search(tail))), "")
 
     def complete(self, prompt: Sequence[int], n: int, *, watch: Callable[[], None] | None = None, every: int = 0) -> Answer:
         """Greedy decoding of exactly n tokens, streamed. After the first event, whose arrival is the time to first token, the
