@@ -90,6 +90,19 @@ class Bench:
         """All rounds. Raises MeasurementError at the end when tokens differ that must be the same, or nothing could be measured, and at
         once EngineError, StalledError, ConfigError."""
         self._conversations = conversations
+        try:
+            self._run()
+        finally:
+            self.result.results.update(results(self.found))  # also of an arm that was measured and not written yet
+        if not self.found.rounds:
+            raise MeasurementError("Nothing could be measured. " + " ".join(f"{name}: {why}" for name, why in self.found.left_out.items()))
+        different = unequal(self.found)
+        if different:
+            raise MeasurementError(
+                f"Greedy tokens of {', '.join(different)} are not those of {self.found.reference}: residency must not change them. Please report it."
+            )
+
+    def _run(self) -> None:
         with ExitStack() as loaded:
             if self.is_together:
                 for arm in self._each(self.arms):
@@ -99,13 +112,6 @@ class Bench:
                 for arm in self._each(in_turn(self.arms, number)):
                     with self._may_be_left_out(arm), ExitStack() as now:
                         self._measure(arm, self._loaded.get(arm.name) or self._start(arm, now), number)
-        if not self.found.rounds:
-            raise MeasurementError("Nothing could be measured. " + " ".join(f"{name}: {why}" for name, why in self.found.left_out.items()))
-        different = unequal(self.found)
-        if different:
-            raise MeasurementError(
-                f"Greedy tokens of {', '.join(different)} are not those of {self.found.reference}: residency must not change them. Please report it."
-            )
 
     def _each(self, arms: Iterable[Arm]) -> Iterator[Arm]:
         """Those that are not left out by the time it is their turn."""
@@ -213,12 +219,12 @@ class Bench:
             facts["memory_bytes"] = max(facts["memory_bytes"] or 0, server.peak_ram() or 0)
         elif facts["memory_method"] == "per process":
             facts["memory_bytes"] = max(facts["memory_bytes"], device_memory.process_memory(server.pid) or 0)
+        self._keep()
         hits = f", {metrics['hit_rate']:.1%} hits" if "hit_rate" in metrics else ""
         self._say(
             f"round {number + 1} of {self.work.rounds}, {arm.name}: {metrics['decode_per_s']:.1f} tokens/s, {metrics['ttft_ms']:.0f} ms to the first, "
             f"prefill {metrics['prefill_per_s']:.0f} tokens/s{hits}"
         )
-        self._keep()
 
     def _keep(self) -> None:
         self.result.results.update(results(self.found))

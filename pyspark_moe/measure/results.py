@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -87,5 +88,7 @@ def _how(error: BaseException | None) -> str:
         return "complete"
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         return "interrupted"
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+        return f"interrupted by {signal.Signals(error.code - 128).name}"  # see command.end_on_sigterm
     kind = "time-out" if isinstance(error, StalledError) else "engine died" if isinstance(error, EngineError) else "failed"
     return f"{kind}: {error}" if isinstance(error, SparkError) else f"{kind}: {type(error).__name__}"

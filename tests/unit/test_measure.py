@@ -166,7 +166,7 @@ def test_a_result_says_how_it_ended(tmp_path: Path) -> None:
         result.write()
     value = json.loads(path.read_text())
     assert value["partial"] is False and value["ended"] == "complete" and value["results"] == {"a": 1} and value["settings"] == {"model": "m"}
-    for error, how in ((StalledError("slow"), "time-out: slow"), (EngineError("dead"), "engine died: dead"), (KeyboardInterrupt(), "interrupted")):
+    for error, how in ((StalledError("slow"), "time-out: slow"), (EngineError("dead"), "engine died: dead"), (KeyboardInterrupt(), "interrupted"), (SystemExit(143), "interrupted by SIGTERM")):
         with pytest.raises(type(error)):
             with ResultFile("bench", path, {}) as result:
                 result.results["a"] = 2
