@@ -2,6 +2,7 @@
 
 #include "../status.h"
 
+#include "llama-cpp.h"
 #include "log.h"
 #include "src/llama-ext.h"
 
@@ -359,14 +360,13 @@ llama_token speculation::begin(const llama_tokens & prompt, const spark_sampling
     require(!prompt.empty(), "an empty prompt");
     require(prompt.size() < (size_t) n_ctx, format("a prompt of %zu tokens; the context has %d, and one must be left to write", prompt.size(), n_ctx));
     require_tokens(prompt);
-    common_params_sampling p = to_common(sampling);
-    common_sampler_ptr fresh;
-    try {
-        fresh.reset(common_sampler_init(model, p));
-    } catch (const std::exception & e) {
-        throw error(SPARK_STATUS_INVALID_ARGUMENT, format("the sampler cannot be made: %s", e.what()));
+    if (sampling.grammar && sampling.grammar[0]) { // common_sampler_init() leaks what it has made before it looks
+        const llama_sampler_ptr grammar(llama_sampler_init_grammar(vocab, sampling.grammar, "root"));
+        require(grammar != nullptr, "the grammar is not GBNF that llama.cpp can read; its log says where");
     }
-    require(fresh != nullptr, "the sampler cannot be made: the grammar is not GBNF that llama.cpp can read");
+    common_params_sampling p = to_common(sampling);
+    common_sampler_ptr fresh(common_sampler_init(model, p));
+    require(fresh != nullptr, "llama.cpp cannot make a sampler of these values");
     forget();
     compute(prompt, 0, SPARK_SPECULATION_LOGITS_LAST);
     common_speculative_begin(spec.get(), 0, text);
