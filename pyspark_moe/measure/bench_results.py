@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..config import GIB
@@ -89,6 +90,7 @@ def results(found: Found) -> dict[str, Any]:
         differs, same = compared(found, arm.name)
         offload = offload_of(found.arms, arm)
         arms[arm.name] = {
+            "flags": [Path(word).name if "/" in word else word for word in arm.flags],  # no paths of this machine
             **found.facts.get(arm.name, {}),
             "rounds": len(rounds),
             "medians": {name: statistics.median(r[name] for r in rounds) for name in rounds[0] if all(name in r for r in rounds)} if rounds else {},

@@ -128,7 +128,7 @@ def found(*arms: Arm) -> Found:
     return Found(arms)
 
 
-A, B, C = Arm("all-resident", (), (), True), Arm("spark-60%", (), (), True, True, BUDGETS[0]), Arm("cpu-moe-60%", (), (), True, inexact="CPU", beside="spark-60%")
+A, B, C = Arm("all-resident", (), (), True), Arm("spark-60%", (), ("-m", "/some/where/model.gguf", "--spark"), True, True, BUDGETS[0]), Arm("cpu-moe-60%", (), (), True, inexact="CPU", beside="spark-60%")
 
 
 def test_ratios_are_within_rounds_that_both_have() -> None:
@@ -174,6 +174,7 @@ def test_a_table_of_little() -> None:
     f = found(A, B)
     f.left_out["all-resident"] = "out of memory"
     f.facts["spark-60%"] = {"memory_bytes": None}
+    assert results(f)["arms"]["spark-60%"]["flags"] == ["-m", "model.gguf", "--spark"]
     lines = table(results(f))
     assert "all-resident is left out: out of memory" in lines[-1] and "not compared" in lines[1] and "inf" not in lines[1]
     assert metrics_of({"bytes_read_per_token": 3.0, "bytes_home_per_token": 4.0})["bytes_per_token"] == 7 and "bytes_per_token" not in metrics_of({})
