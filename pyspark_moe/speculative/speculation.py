@@ -44,6 +44,7 @@ class Speculation:
         measure_heads: bool = False,
     ) -> None:
         self._handle: Handle | None = None
+        self._has_text = False
         self._written: list[int] = []
         if llm.draft_model is not None:
             raise StateError("This model has a draft of its own (draft= or draft_model=): load it without.")
@@ -66,29 +67,30 @@ class Speculation:
     def begin(self, prompt: Sequence[int], sampling: Sampling | None = None) -> int:
         """Begins a text with `prompt`, 1 token or more and fewer than the context; its first token after it. sampling: default greedy.
 
-        Raises InvalidArgumentError (what is wrong with a token, the length, or the grammar), InternalError when llama.cpp cannot compute.
+        Raises InvalidArgumentError (what is wrong with a token, the length, or the grammar), InternalError when llama.cpp cannot compute;
+        there is no text then.
         """
         handle = self._open()
+        self._has_text = False
+        self._llm.reset()  # what it remembers of its memory is over, also if this fails half way
         token = handle.begin(prompt, sampling or Sampling())
-        self._llm.reset()  # what it remembers of its memory is over
-        self._written = []
+        self._has_text = True
         return token
 
     def draft(self, n_max: int | None = None) -> list[int]:
         """Tokens that may follow the text, 0 to n_max (default n_draft): none where drafting rests, and near the end of the context.
 
-        Raises StateError before begin() and inside a step.
+        Raises StateError before begin(), inside a step, and when `llm` was used since begin().
         """
-        handle = self._open()
+        handle = self._open_text()
         return handle.draft(handle.n_draft if n_max is None else n_max)
 
     def verify(self, drafted: Sequence[int]) -> list[int]:
         """What the target writes: the drafted tokens it agrees with, and one more; an end of generation ends them. 1 to len(drafted) + 1.
 
-        Any tokens may be given, whoever proposed them. Raises StateError (before begin(), inside a step, or the context is full),
-        InvalidArgumentError.
+        Any tokens may be given, whoever proposed them. Raises StateError (as draft(), or the context is full), InvalidArgumentError.
         """
-        self._written = self._open().verify(drafted)
+        self._written = self._open_text().verify(drafted)
         return list(self._written)
 
     def accept(self, n_keep: int | None = None) -> Step:
@@ -96,7 +98,7 @@ class Speculation:
 
         Raises StateError where nothing was verified, InvalidArgumentError for more tokens than there are.
         """
-        return self._open().accept(self._written, len(self._written) if n_keep is None else n_keep)
+        return self._open_text().accept(self._written, len(self._written) if n_keep is None else n_keep)
 
     def step(self) -> Step:
         """draft(), verify() and accept() of everything."""
@@ -116,6 +118,14 @@ class Speculation:
         if self._handle is None:
             raise StateError("The draft is closed, or its model is.")
         return self._handle
+
+    def _open_text(self) -> Handle:
+        handle = self._open()
+        if not self._has_text:
+            raise StateError("There is no text to continue: begin a text first.")
+        if self._llm.n_tokens > 0:  # begin() puts it to 0
+            raise StateError("The target was used for something else, which has taken the memory of the text: begin a new one.")
+        return handle
 
     def __enter__(self) -> Speculation:
         return self

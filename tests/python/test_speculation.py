@@ -230,6 +230,23 @@ def test_tokens_that_nobody_drafted(target: SparkLlama) -> None:
         assert spec.n_past == len(prompt) + 5
 
 
+def test_the_target_may_be_used_between_texts(target: SparkLlama) -> None:
+    prompt = tokens_of(target, PROMPT)
+    expected = alone(target, prompt, 30)
+    with Speculation(target, DRAFT) as spec:
+        assert stepwise(spec, prompt, 30) == expected
+        assert write(target, "import os", 8)
+        for step in (spec.draft, spec.step, lambda: spec.verify([]), spec.accept):
+            with pytest.raises(errors.StateError, match="used for something else"):
+                step()
+        with pytest.raises(errors.InvalidArgumentError):
+            spec.begin([])
+        with pytest.raises(errors.StateError, match="begin a text first"):
+            spec.draft()
+        assert stepwise(spec, prompt, 30) == expected
+        assert alone(target, prompt, 30) == expected
+
+
 # ---- figures
 
 def test_figures_add_up(target: SparkLlama) -> None:
