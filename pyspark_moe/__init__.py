@@ -12,8 +12,8 @@ from .config import SparkConfig
 from .errors import SparkError
 
 if TYPE_CHECKING:
-    from ._native import Store
     from .llm import SparkLlama
+    from .store import Store
 
 __version__ = "0.1.0"
 __all__ = ["ResidencyPlan", "LayerPlan", "SparkConfig", "SparkError", "SparkLlama", "Store", "read_model_info"]
@@ -23,7 +23,7 @@ _LAZY = {
     "LayerPlan": "placement",
     "ResidencyPlan": "placement",
     "SparkLlama": "llm",
-    "Store": "_native",
+    "Store": "store",
     "read_model_info": "model_info",
 }
 

@@ -33,7 +33,7 @@ _BYTES_PER_TOKEN = 3  # from below, so that a piece is seldom cut
 
 
 class Reader(Protocol):
-    """What reads on a loaded model; _native.Prefill is one."""
+    """What reads on a loaded model; prefill.Prefill is one."""
 
     def begin_chat(self, messages: str, n_max: int) -> tuple[int, bool]: ...
     def step(self) -> int: ...

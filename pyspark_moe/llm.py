@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import gguf
 import numpy as np
 
-from ._native import Prefill, Stats, Store, build_info, prepare_llama_cpp, set_fused_qkv
+from ._native import build_info, prepare_llama_cpp, set_fused_qkv
 from .bootstrap import find_history, read_history
 from .budget import Serving
 from .config import SparkConfig
@@ -27,8 +27,10 @@ from .load_log import LoadLog
 from .memory import read_machine_memory
 from .model_info import read_model_info
 from .placement import prior_uses
+from .prefill import Prefill
 from .profile_keeper import ProfileKeeper, hotness_of, open_profile
 from .residency import needs_placing, open_store, place
+from .store import Stats, Store
 
 llama_cpp = prepare_llama_cpp()
 

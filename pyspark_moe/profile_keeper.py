@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from . import demo_model
-from ._native import Store
 from .config import SparkConfig
 from .errors import ProfileError, ProfileWriteError, StateError
 from .model_info import ModelInfo
 from .model_profile import model_profile
 from .placement import prior_uses
 from .routing_profile import ProfileFile, RoutingProfile
+from .store import Store
 
 
 def open_profile(model: ModelInfo, config: SparkConfig) -> ProfileFile | None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ._native import Store, device_memory
+from ._native import device_memory
 from .config import SparkConfig
 from .decision import Decision
 from .decision_gpu import settle
 from .gpu import used_bytes
+from .store import Store
 
 
 def open_store(path: str | Path, decision: Decision, config: SparkConfig) -> Store | None:

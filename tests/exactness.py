@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gguf
 import pytest
-from pyspark_moe._native import Store
+from pyspark_moe.store import Store
 from runner import Context, Model, Trace, llama, run_chunks, run_greedy, run_parallel
 
 Scenario = Callable[[Context], Trace]

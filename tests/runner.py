@@ -15,13 +15,14 @@ from types import TracebackType
 import numpy as np
 from pyspark_moe import _native
 from pyspark_moe.placement import LayerPlan, ResidencyPlan
+from pyspark_moe.store import Store
 
 llama = _native.prepare_llama_cpp()
 
 N_THREADS = 2
 
 
-def plan_for(store: _native.Store, fraction: float, policy: str = "frequency", *, initial: str = "first", pinned: float = 0.0,
+def plan_for(store: Store, fraction: float, policy: str = "frequency", *, initial: str = "first", pinned: float = 0.0,
              seed: int = 0) -> ResidencyPlan:
     """A plan that keeps `fraction` of each layer's experts in fast slots.
 
@@ -63,7 +64,7 @@ class Trace:
 class Model:
     """A loaded model; with a store, its experts come from there. Close contexts first."""
 
-    def __init__(self, path: Path, store: _native.Store | None = None, *, load_mode: int | None = None, load_mtp: bool = False, gpu: bool = False) -> None:
+    def __init__(self, path: Path, store: Store | None = None, *, load_mode: int | None = None, load_mtp: bool = False, gpu: bool = False) -> None:
         params = llama.llama_model_default_params()
         params.n_gpu_layers = 999 if gpu else 0
         params.split_mode = llama.LLAMA_SPLIT_MODE_NONE

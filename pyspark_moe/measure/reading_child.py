@@ -73,7 +73,7 @@ class CountingReader:
 
 def run(job: ReadingJob, send: Callable[[dict[str, Any]], None]) -> None:
     """Does the job. Raises SparkError."""
-    from .._native import Prefill  # loads llama.cpp
+    from ..prefill import Prefill  # loads llama.cpp
     from ..llm import SparkLlama
 
     corpus = ShuffledCorpus(Path(job.corpus), job.seed)

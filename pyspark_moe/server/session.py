@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._native import Prefill, Store
 from ..bootstrap import find_history, read_history
 from ..budget import Serving, format_bytes
 from ..config import SparkConfig
@@ -23,9 +22,11 @@ from ..gpu import read_gpus
 from ..memory import MachineMemory, read_machine_memory
 from ..model_info import read_model_info
 from ..placement import prior_uses
+from ..prefill import Prefill
 from ..profile_keeper import ProfileKeeper, drifted, hotness_of, open_profile
 from ..rebalance import RebalanceLimits, rebalance
 from ..residency import needs_placing, open_store, place
+from ..store import Store
 from .report import PREFIX, as_dict, block, budget_dict, profile_dict, profile_line, slot_lines
 
 ROUTES = ("/spark/stats", "/spark/budget")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from exactness import Scenario, assert_adapter_matters, damage, each_alone, mix, references, run_adapter, shifted  # noqa: F401
-from pyspark_moe._native import Stats, Store
+from pyspark_moe.store import Stats, Store
 from runner import Context, Model, Trace, llama, plan_for, run_chunks, run_greedy
 from synthetic import TINY, ModelFolder, models  # noqa: F401
 

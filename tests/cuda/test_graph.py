@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pyspark_moe._native import Store
+from pyspark_moe.store import Store
 from runner import Model, Trace, llama, plan_for, run_chunks, run_greedy
 from synthetic import ModelFolder, models  # noqa: F401
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyspark_moe import errors
-from pyspark_moe._native import Store
+from pyspark_moe.store import Store
 from pyspark_moe.model_info import ModelInfo, read_model_info
 
 N_EXPERT, N_FF, N_EMBD = 4, 64, 32

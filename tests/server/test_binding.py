@@ -11,6 +11,7 @@ import pytest
 
 from pyspark_moe import _native, errors
 from pyspark_moe.placement import LayerPlan, ResidencyPlan
+from pyspark_moe.store import Store
 
 from harness import TARGET
 
@@ -89,7 +90,7 @@ def test_another_version_of_llama_cpp_python_is_refused() -> None:
 
 
 def test_a_store_before_loading() -> None:
-    with _native.Store(TARGET) as store:
+    with Store(TARGET) as store:
         assert [layer.layer for layer in store.layers] == list(range(1, 8))
         assert {(layer.n_expert, layer.n_tensors) for layer in store.layers} == {(32, 3)}
         assert not store.is_loaded and store.overrides_address > 0
@@ -114,7 +115,7 @@ def test_a_store_before_loading() -> None:
     ids=str,
 )
 def test_a_bad_plan_is_refused_and_changes_nothing(plan: ResidencyPlan) -> None:
-    with _native.Store(TARGET) as store:
+    with Store(TARGET) as store:
         store.set_plan(ResidencyPlan((LayerPlan(1, 7),)))
         with pytest.raises(errors.InvalidArgumentError):
             store.set_plan(plan)
@@ -122,7 +123,7 @@ def test_a_bad_plan_is_refused_and_changes_nothing(plan: ResidencyPlan) -> None:
 
 
 def test_a_closed_store_says_so() -> None:
-    store = _native.Store(TARGET)
+    store = Store(TARGET)
     store.close()
     store.close()
     assert store.is_closed and "closed" in repr(store)
@@ -132,7 +133,7 @@ def test_a_closed_store_says_so() -> None:
 
 
 def test_closing_while_others_read() -> None:
-    store = _native.Store(TARGET)
+    store = Store(TARGET)
     failures: list[BaseException] = []
 
     def read() -> None:
@@ -156,7 +157,7 @@ def test_closing_while_others_read() -> None:
 
 
 def test_indices_out_of_range() -> None:
-    with _native.Store(TARGET) as store:
+    with Store(TARGET) as store:
         for index in (-1, 7):
             with pytest.raises(errors.InvalidArgumentError, match="0 to 6"):
                 store.residency(index)
@@ -164,9 +165,9 @@ def test_indices_out_of_range() -> None:
 
 def test_status_becomes_the_class_of_errors(tmp_path: Path) -> None:
     with pytest.raises(errors.ModelNotFoundError, match="cannot open"):
-        _native.Store(tmp_path / "none.gguf")
+        Store(tmp_path / "none.gguf")
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + b"\0" * 100)
     with pytest.raises(errors.ModelFileError):
-        _native.Store(tmp_path / "bad.gguf")
+        Store(tmp_path / "bad.gguf")
     with pytest.raises(errors.InvalidArgumentError):
-        _native.Store(TARGET, io_threads=65)
+        Store(TARGET, io_threads=65)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from pyspark_moe import errors
-from pyspark_moe._native import Store
+from pyspark_moe.store import Store
 from runner import Context, Model, Trace, llama, plan_for, run_chunks, run_greedy, run_parallel
 from synthetic import ModelFolder, models  # noqa: F401
 

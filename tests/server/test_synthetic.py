@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf import quants
-from pyspark_moe._native import Store
+from pyspark_moe.store import Store
 from runner import Model, llama
 from synthetic import DEMO, PRESETS, ROOT, TINY, ModelFolder, models  # noqa: F401
 from synthetic_moe.blocks import TYPES, random_rows, row_bytes, type_by_name
