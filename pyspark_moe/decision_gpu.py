@@ -14,14 +14,12 @@ from . import device_placement, placement
 from .budget import MIB, Serving, Term, base_terms, format_bytes, format_gib_flag, fit_context, total_bytes
 from .config import GIB, SparkConfig
 from .errors import BudgetError, ConfigError, MachineMemoryError
-from .gpu import Gpu
+from .gpu import CONTEXT_BYTES, Gpu
 from .model_info import ModelInfo
 
 if TYPE_CHECKING:
     from .decision import Decision
 
-# What a CUDA context with ggml's kernels takes, from below (measured: docs/guide/cuda.md).
-CONTEXT_BYTES = 400 * MIB
 # Kept free of slots: graphs that CUDA records later, and buffers that grow with long contexts.
 _RESERVE_BYTES = 96 * MIB
 _RESERVE_SHARE = 0.01

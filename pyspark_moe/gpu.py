@@ -9,6 +9,10 @@ from types import ModuleType
 from typing import Any
 
 
+# What a CUDA context with ggml's kernels takes, from below (measured: docs/guide/cuda.md).
+CONTEXT_BYTES = 400 * 1024**2
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A GPU that can hold fast slots. Bytes, for all processes together, when it was read."""
@@ -34,16 +38,28 @@ def _nvml() -> ModuleType | None:
 
 
 def _handles(nvml: ModuleType) -> dict[str, Any]:
-    """NVML's handle of each GPU by bus id."""
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    return {_bus(nvml.nvmlDeviceGetPciInfo(handle).busId): handle for handle in handles}
+    """NVML's handle of each GPU by bus id, of those that it may look at."""
+    found = {}
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            found[_bus(nvml.nvmlDeviceGetPciInfo(handle).busId)] = handle
+    except nvml.NVMLError:  # a GPU that is lost, or not this user's
+        pass
+    return found
 
 
 @functools.cache
 def _used_at_start() -> dict[str, int]:
     """Bytes in use on each GPU by bus id, before this process used any; empty without NVML. Read once, so call it early."""
     nvml = _nvml()
-    return {bus: int(nvml.nvmlDeviceGetMemoryInfo(handle).used) for bus, handle in _handles(nvml).items()} if nvml else {}
+    found = {}
+    for bus, handle in _handles(nvml).items() if nvml else ():
+        try:
+            found[bus] = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+        except nvml.NVMLError:  # not every device tells
+            continue
+    return found
 
 
 def _bus(value: str | bytes) -> str:
@@ -67,16 +83,22 @@ def read_gpus(n_gpu_layers: int = -1) -> tuple[Gpu, ...]:
 def used_bytes(gpu: Gpu) -> int:
     """Bytes of the GPU's memory that this process uses now.
 
-    NVML tells it per process; where it does not know this process (containers), the growth of the GPU's use since start
-    stands for it, and without NVML the growth of CUDA's figure since `gpu` was read, without the context.
+    NVML tells it per process; where it does not know this process (containers, Windows' driver model), the growth of the GPU's
+    use since start stands for it. Without NVML, or where it tells neither, that is the growth of CUDA's figure since `gpu` was
+    read, and CONTEXT_BYTES, since there was a context by then.
     """
     bus, nvml = _bus(gpu.pci_bus_id), _nvml()
     handle = _handles(nvml).get(bus) if nvml else None
     if nvml is not None and handle is not None:
-        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+        try:
+            processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        except nvml.NVMLError:
+            processes = []
+        for process in processes:
             if process.pid == os.getpid() and process.usedGpuMemory:
                 return int(process.usedGpuMemory)
-        return max(0, int(nvml.nvmlDeviceGetMemoryInfo(handle).used) - _used_at_start().get(bus, 0))
+        if bus in _used_at_start():
+            return max(0, int(nvml.nvmlDeviceGetMemoryInfo(handle).used) - _used_at_start()[bus])
     from . import _native
 
-    return max(0, gpu.free_bytes - _native.device_memory(gpu.name)[1])
+    return CONTEXT_BYTES + max(0, gpu.free_bytes - _native.device_memory(gpu.name)[1])
