@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 
 from . import demo_model
 from .config import SparkConfig
-from .errors import ProfileError, ProfileWriteError, StateError
+from .errors import ConfigError, ProfileError, ProfileWriteError, StateError
 from .model_info import ModelInfo
 from .model_profile import model_profile
 from .placement import prior_uses
-from .routing_profile import ProfileFile, RoutingProfile
+from .routing_profile import MAX_BYTES, SUFFIX, ProfileFile, RoutingProfile, begins_like_profile
+from .shared_file import read_regular_file
 from .store import Store
+
+
+def check_profile(config: SparkConfig) -> None:
+    """A bad profile is set aside, that is renamed, and another written in its place. Where somebody names a folder, a device or a file
+    of another kind instead, nobody wants that: raises ConfigError. What cannot be read is said when the profile is opened."""
+    if config.profile in ("auto", "none"):
+        return
+    try:
+        data = read_regular_file(Path(config.profile).expanduser(), MAX_BYTES)
+        if data is None or begins_like_profile(data):
+            return
+        reason = "it does not begin like a routing profile"
+    except ValueError as e:
+        reason = str(e)
+    except OSError:
+        return
+    raise ConfigError(f"--spark-profile '{config.profile}' is left as it is: {reason}. Name a profile or a new file, for example model{SUFFIX}, or none.")
 
 
 def open_profile(model: ModelInfo, config: SparkConfig) -> ProfileFile | None:

@@ -309,6 +309,12 @@ def parse_profile(data: bytes) -> RoutingProfile:
     )
 
 
+def begins_like_profile(data: bytes) -> bool:
+    """Whether a file with this content is a profile, if perhaps a damaged one: it begins like one, or ends before that can be told."""
+    first = _FIRST_LINE.encode()
+    return data.startswith(first) or first.startswith(data)
+
+
 def profile_path(model_path: Path, cache_folder: Path) -> Path:
     """Where the profile of a model is: beside its real file, the first of a split model, whatever links lead there. In
     `cache_folder`/pyspark_moe/profiles where that folder cannot be written or the name would be too long."""

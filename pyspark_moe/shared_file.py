@@ -112,7 +112,10 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes | None:
 def set_aside(path: Path) -> Path:
     """Renames a file (a link, a folder ...) to the first free of `<path>.aside-1` to -100 and gives back the new path.
     Raises OSError: nothing changed then."""
-    is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
+    mode = os.lstat(path).st_mode
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):  # /dev/null is the whole machine's
+        raise OSError(errno.EPERM, "it is a device")
+    is_folder = stat.S_ISDIR(mode)
     for number in range(1, _MAX_ASIDE + 1):
         aside = path.with_name(f"{path.name}.aside-{number}")
         try:  # an empty place is taken first, so that the rename can replace nothing of anybody else

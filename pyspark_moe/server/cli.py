@@ -19,6 +19,7 @@ from ..gpu import read_gpus
 from ..kv_cache import check_pair, supported_pairs
 from ..memory import read_machine_memory
 from ..model_info import read_model_info
+from ..profile_keeper import check_profile
 from .arguments import LlamaArguments, cache_pairs, draft_tokens, has_flash_attention, has_overrides, read_serving, take_model
 from .launch import run_server
 from .report import PREFIX, block
@@ -192,6 +193,7 @@ def serve(
         return _print_plan(config, arguments, cuda)
     check_budgets(config, read_machine_memory(), *cuda)  # before a model is downloaded
     check_history(config)
+    check_profile(config)
     args = list(arguments.args)
     set_fused_qkv(fused_qkv)
     more = drafting.as_args() + ([] if fused_qkv else ["--no-fused-qkv"])
