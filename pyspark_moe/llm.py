@@ -28,7 +28,7 @@ from .memory import read_machine_memory
 from .model_info import read_model_info
 from .placement import prior_uses
 from .prefill import Prefill
-from .profile_keeper import ProfileKeeper, hotness_of, open_profile
+from .profile_keeper import ProfileKeeper, check_profile, hotness_of, open_profile
 from .residency import needs_placing, open_store, place
 from .store import Stats, Store
 
@@ -198,6 +198,7 @@ class SparkLlama(llama_cpp.Llama):
     def _open_residency(self, path: str, config: SparkConfig, kwargs: dict[str, Any]) -> Residency:
         if config.mode == "off" or kwargs.get("vocab_only"):
             return Residency(None, None, "spark=False" if config.mode == "off" else "vocab_only=True loads no experts")
+        check_profile(config)
         info = build_info()
         serving = Serving(
             n_ctx=kwargs.get("n_ctx", 512),
