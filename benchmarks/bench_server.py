@@ -4,8 +4,9 @@
 Method: every arm is a server that stays loaded; they take turns within a round, so only one works at a time. A round sends
 the same held-out prompts, greedy, a fixed number of tokens, no prompt cache. Answers are streamed; after the
 first event the client looks every 2 ms only, so that it takes little processor time from the server. Reported: generated
-tokens per second of wall time over all clients, prompts included, and the median time to first token; ratios are medians
-over rounds of the ratio within a round.
+tokens per second of wall time over all clients, prompts included, the median time to first token, and the server's processor
+time for each generated token; ratios are medians over rounds of the ratio within a round. Threads that wait spin, so
+processor time says something with --threads 1; then it also does on a machine that others use.
 
 Arms:
   stock            llama-server, unpatched, same sources and flags (make stock)
@@ -28,6 +29,7 @@ ARMS = {
     "stock-no-repack": (None, ("--no-repack",)),
     "all-fast": (DFLASH, ("--spark", "--spark-slots", "100000")),
 }
+METRICS = ("tokens_per_s", "ttft_ms", "cpu_ms_per_token")
 # the ratios that are promised: numerator, denominator, at most this far from 1
 CLAIMS = (("off", "stock", 0.02), ("all-fast", "stock", 0.02), ("all-fast", "stock-no-repack", 0.02))
 
@@ -63,7 +65,7 @@ def main() -> None:
     results = {}
     for key, rounds in paired.items():
         claims = [
-            {"arm": arm, "base": base, "within": within, **{m: rounds.ratio(arm, base, m) for m in ("tokens_per_s", "ttft_ms")}}
+            {"arm": arm, "base": base, "within": within, **{m: rounds.ratio(arm, base, m) for m in METRICS}}
             for arm, base, within in CLAIMS
             if {arm, base} <= set(args.arms)
         ]
@@ -71,7 +73,7 @@ def main() -> None:
         for claim in claims:
             common.progress(
                 f"{key}: {claim['arm']} / {claim['base']}: tokens/s {claim['tokens_per_s']['median']:.3f}, "
-                f"time to first token {claim['ttft_ms']['median']:.3f}"
+                f"time to first token {claim['ttft_ms']['median']:.3f}, processor time a token {claim['cpu_ms_per_token']['median']:.3f}"
             )
     settings = {k: getattr(args, k) for k in ("model", "clients", "requests", "tokens", "prompt_characters", "threads", "arms")}
     common.save(args.name, method=(__doc__ or "").strip(), settings=settings, results=results, rounds=paired, load_before=load_before)

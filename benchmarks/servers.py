@@ -109,9 +109,14 @@ class Server:
         if not data or received.startswith(b"HTTP/1.1 4") or received.startswith(b"HTTP/1.1 5"):
             raise Failed(f"the server answered {bytes(received[:400])!r}\n{self.log_tail()}")
 
+    def cpu_s(self) -> float:
+        """Processor time the server has used, all threads."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def load(self, prompts: Sequence[str], n: int, clients: int) -> dict[str, float]:
         """All prompts, `clients` at a time. tokens_per_s: generated tokens of all clients per second of wall time;
-        ttft_ms: median time to first token."""
+        ttft_ms: median time to first token; cpu_ms_per_token: processor time for each generated token, prompts included."""
         todo, answers, failures = list(reversed(prompts)), [], []
         lock = threading.Lock()
 
@@ -130,6 +135,7 @@ class Server:
                     answers.append(answer)
 
         threads = [threading.Thread(target=client) for _ in range(clients)]
+        cpu_before = self.cpu_s()
         begin = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -138,9 +144,11 @@ class Server:
         wall = time.perf_counter() - begin
         if failures:
             raise Failed(f"a request failed: {failures[0]}\n{self.log_tail()}") from failures[0]
+        n_tokens = sum(a.n_tokens for a in answers)
         return {
-            "tokens_per_s": sum(a.n_tokens for a in answers) / wall,
+            "tokens_per_s": n_tokens / wall,
             "ttft_ms": 1000 * statistics.median(a.first_s for a in answers),
+            "cpu_ms_per_token": 1000 * (self.cpu_s() - cpu_before) / n_tokens,
         }
 
     def get(self, path: str) -> Any:
