@@ -44,7 +44,7 @@ toolchain:
 	if [ -n "$$missing" ]; then echo "make: on Debian or Ubuntu: apt install$$missing" >&2; exit 1; fi
 
 $(VENV)/.tools: scripts/install_python.py | toolchain
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) # an interrupted one has no pip
 	@$(PY) scripts/install_python.py tools
 	@touch $@
 

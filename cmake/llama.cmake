@@ -33,6 +33,20 @@ unset(GGML_AVAILABLE_BACKENDS CACHE) # llama.cpp only ever adds to this list
 add_subdirectory("${SPARK_UPSTREAM_DIR}" "${CMAKE_BINARY_DIR}/llama.cpp" EXCLUDE_FROM_ALL)
 # Without this (CMake 4) unity files hold absolute paths, which no other clone finds in ccache.
 set_target_properties(llama PROPERTIES UNITY_BUILD_RELOCATABLE ON)
+# GCC 12 warns some eight hundred times about its own AVX-512 headers there, which hides what concerns the user.
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    foreach(library ggml-cpu ${GGML_AVAILABLE_BACKENDS})
+        if(library MATCHES "^ggml-cpu" AND TARGET ${library})
+            target_compile_options(${library} PRIVATE -Wno-uninitialized -Wno-maybe-uninitialized)
+        endif()
+    endforeach()
+endif()
+if(NOT OPENSSL_INCLUDE_DIR)
+    message(STATUS "OpenSSL not found: no HTTPS, so -hf and --model-url cannot fetch (on Debian or Ubuntu: apt install libssl-dev)")
+    set(SPARK_HTTPS_JSON false)
+else()
+    set(SPARK_HTTPS_JSON true)
+endif()
 if(NOT SPARK_STOCK)
     # The patched files include the headers of our hooks.
     foreach(library llama ggml-cuda server-context llama-server-impl)

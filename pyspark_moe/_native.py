@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import logging
 import os
 import sys
 from dataclasses import dataclass, fields
@@ -165,7 +166,17 @@ def prepare_llama_cpp() -> ModuleType:
             f"llama-cpp-python is version {llama_cpp.__version__}, but the libraries were built from {built_from}; their "
             f"structures differ. Install it: pip install llama-cpp-python=={built_from} (Python part only, see docs/guide/building.md)."
         )
+    _repair_log_levels()
     return llama_cpp
+
+
+def _repair_log_levels() -> None:
+    """llama-cpp-python 0.3.36 reads levels as ggml numbered them once: with verbose=False warnings pass and errors are dropped."""
+    import llama_cpp._logger as its
+
+    levels = its.GGML_LOG_LEVEL_TO_LOGGING_LEVEL
+    if levels.get(3) == logging.ERROR and levels.get(4) == logging.DEBUG:
+        levels.update({0: logging.CRITICAL, 1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR})
 
 
 def check(status: int) -> None:

@@ -221,7 +221,10 @@ def _decide_on(
     if config.slots is not None:
         slots = [min(config.slots, layer.n_expert) for layer in model.layers]
         why = f"{why}, --spark-slots {config.slots}"
-        if 0 < config.slots < 3 * model.n_expert_used and any(n < layer.n_expert for n, layer in zip(slots, model.layers)):
+        most = max(layer.n_expert for layer in model.layers)
+        if config.slots > most:
+            notes.append(f"--spark-slots {config.slots}: a layer has {most} experts, so {most} are used")
+        if config.slots < 3 * model.n_expert_used and any(n < layer.n_expert for n, layer in zip(slots, model.layers)):
             notes.append(f"fewer than {3 * model.n_expert_used} slots a layer (three times what a token uses) miss often")
     elif budget is not None:
         why = f"{why}, --spark-ram {config.ram_gib:g}"

@@ -116,6 +116,8 @@ def main() -> int:
     except UpstreamError as error:
         print(f"python: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

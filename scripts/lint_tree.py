@@ -41,10 +41,12 @@ MACHINE_PATH = re.compile(r"(?<![\w.$~}/-])/(work|home/\w+|root|tmp/(?!\.)\w+/\w
 
 def tracked_files() -> list[Path]:
     """Files git knows or would add; every file below the root when there is no git repository."""
-    done = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode == 0:
-        names = done.stdout.splitlines()
-    else:
+    try:
+        done = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+        names = done.stdout.splitlines() if done.returncode == 0 else None
+    except FileNotFoundError:
+        names = None
+    if names is None:
         skip = {".venv", "build", ".git"}
         names = [p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*") if p.is_file() and p.relative_to(ROOT).parts[0] not in skip]
     return [ROOT / name for name in sorted(set(names)) if (ROOT / name).is_file() and not name.startswith(GENERATED)]

@@ -89,7 +89,7 @@ def profile_line(file: ProfileFile, profile: RoutingProfile | None) -> str:
     """Where the profile is and what it knows."""
     if profile is None or profile.is_empty:
         return f"none yet; it will be '{file.path}'"
-    return f"'{file.path}': {profile.tokens} tokens in {profile.starts} starts, the hottest experts start in the fast slots"
+    return f"'{file.path}': {profile.tokens} tokens in {profile.starts} start{'' if profile.starts == 1 else 's'}, the hottest experts start in the fast slots"
 
 
 def profile_dict(file: ProfileFile, profile: RoutingProfile) -> dict[str, Any]:

@@ -106,6 +106,7 @@ def doctor() -> int:
             ("built from", f"llama-cpp-python {info['llama_cpp_python']}, llama.cpp {info['llama_cpp_commit'][:9]}, patches {info['series'][:12]}"),
             ("build", f"{info['build_type']}, {info['compiler']}, {'portable' if info['portable'] else 'for the CPU that built it'}"),
             ("CUDA", str(info["cuda"])),
+            ("HTTPS", "yes" if info.get("https", True) else "no: built without OpenSSL, so -hf and --model-url cannot fetch"),
         ]
         lines += [("device", text) for text in _backends()]
         if info["llama_cpp_python"] != _version("llama-cpp-python"):

@@ -51,9 +51,10 @@ def _texts(corpus: Path | None, text: Path | None) -> Iterator[str]:
 @click.option("--step", default=256, show_default=True, type=click.IntRange(1), help="Tokens computed together; 1 is decoding.")
 @click.option("--gpu-layers", default=0, show_default=True, type=click.IntRange(-1), help="Layers on a GPU; -1: all.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads. [default: half of the processors]")
+@click.option("--force", is_flag=True, help="Replace a trace that is there already.")
 def trace(
     model: Path, corpus: Path | None, text: Path | None, out: Path, hidden: bool, max_gib: float, max_tokens: int, context: int, step: int,
-    gpu_layers: int, threads: int | None,
+    gpu_layers: int, threads: int | None, force: bool,
 ) -> None:  # fmt: skip
     """Has MODEL read texts and writes which experts every token selected, for `pyspark-moe` tools and the benchmarks.
 
@@ -61,6 +62,8 @@ def trace(
     """
     if corpus is None and text is None:
         raise ConfigError("There is nothing to read: give --corpus or --text.")
+    if out.exists() and not force:
+        raise ConfigError(f"'{out}' exists: --force replaces it.")
     from ..routing_recorder import RecordedLlama, Recorder, trace_header  # loads llama.cpp
 
     info = read_model_info(model)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import os
 import pickle
 import shutil
@@ -243,3 +244,12 @@ def test_a_profile_can_be_turned_off(tmp_path: Path) -> None:
         llm("def f(x):", max_tokens=4)
         assert not llm.spark.save_profile()
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_log_levels_are_ggmls(capfd: pytest.CaptureFixture[str]) -> None:
+    """llama-cpp-python's own table is one off: it shows warnings and drops errors when verbose is False."""
+    logger = importlib.import_module("llama_cpp._logger")
+    logger.set_verbose(False)
+    for level, text in ((1, b"debug\n"), (2, b"info\n"), (3, b"warning\n"), (4, b"error\n")):
+        logger.llama_log_callback(level, text, None)
+    assert capfd.readouterr().err == "error\n"

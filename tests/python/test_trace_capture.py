@@ -97,6 +97,9 @@ def test_the_tool_writes_a_trace(tmp_path: Path) -> None:
     read = read_trace(out)
     assert read.routing.n_tokens == 300 and len(read.header.fingerprint) == 64 and "300 tokens" in result.output
     assert read.header.strides == tuple(layer.strides for layer in INFO.layers)
+    before = out.read_bytes()
+    again = CliRunner().invoke(trace, [str(demo_path()), "--corpus", str(HELDOUT), "--out", str(out), "--max-tokens", "100"])
+    assert isinstance(again.exception, errors.ConfigError) and "--force" in str(again.exception) and out.read_bytes() == before
 
 
 def test_the_size_cap_ends_a_trace(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_slots() -> None:
     assert some.plan is not None and {p.n_fast for p in some.plan.layers} == {5}
     assert "miss often" in some.notes[0]
     every = decide(MODEL, machine(8), SparkConfig(slots=1000))
-    assert every.has_all_fast and not every.notes
+    assert every.has_all_fast and every.notes == ("--spark-slots 1000: a layer has 64 experts, so 64 are used",)
 
 
 def test_on_without_a_budget_takes_everything_that_fits() -> None:
