@@ -101,7 +101,8 @@ int32_t verify_width::choose(int id, int32_t n_allowed) {
     } else if (is_auto()) {
         n = fastest(s, n_allowed);
         s.n_chosen = n;
-        s.n_rest   = n == 0 ? TOKENS_OF_REST - 1 : 0;
+        s.n_rests  = n == 0 ? s.n_rests + 1 : 0;
+        s.n_rest   = n == 0 ? (TOKENS_OF_REST << std::min(s.n_rests - 1, MOST_DOUBLINGS)) - 1 : 0;
     }
     n_chosen[n]++;
     return n;

@@ -70,7 +70,8 @@ public:
     // In a row, since a step of another width builds its graph anew.
     static constexpr int    LOOK_EVERY     = 64;
     static constexpr int    LOOK_DRAFTS    = 4;
-    static constexpr int    TOKENS_OF_REST = 256;  // written without a draft when drafting is no faster than not
+    static constexpr int    TOKENS_OF_REST = 256;  // written without a draft when drafting is no faster than not; twice as many each time
+    static constexpr int    MOST_DOUBLINGS = 3;    // that follows at once
     static constexpr double LEAST_GAIN     = 1.02; // over not drafting, or the sequence rests; and over its last width, or it keeps that
 
     // n_fixed > 0: always this many. 0: chosen, at most n_most.
@@ -96,6 +97,7 @@ private:
         acceptance accepted;
         int n_drafts = 0; // since drafting began (again)
         int n_rest   = 0; // tokens until it begins again
+        int n_rests  = 0; // one after the other, with no more than a look between them
         int32_t n_chosen = 0; // the width chosen last
     };
 

@@ -122,7 +122,7 @@ void a_sequence_rests_when_drafting_is_slower_and_looks_again() {
     CHECK(settled_width(w, 0.3, 2, 10, 2) < 0.2);
     const uint64_t n_rests = w.chosen()[0];
     CHECK(n_rests > 3000);
-    CHECK(settled_width(w, 0.95, 2, 10, 2) > 4); // another text
+    CHECK(settled_width(w, 0.95, 2, 10, 2, 10000) > 4); // another text
 }
 
 void fixed_is_fixed() {
