@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from .config import GIB
-from .model_info import ModelInfo
+from .model_info import ModelInfo, largest_int
 
 MIB = 1024**2
 
@@ -99,11 +99,11 @@ def kv_cache_bytes(model: ModelInfo, serving: Serving) -> int:
     for layer in range(model.n_layer):
         if full_every > 1 and (layer + 1) % full_every:
             continue  # a recurrent layer: its state does not grow with the context
-        n_kv = heads[layer] if isinstance(heads, tuple) and layer < len(heads) else heads if isinstance(heads, int) else 0
+        n_kv = largest_int(heads[layer] if isinstance(heads, tuple) and layer < len(heads) else heads if isinstance(heads, int) else 0, 0)
         n_tokens = n_ctx
         if window and _uses_window(layer, pattern):
             n_tokens = min(n_ctx, window * max(1, serving.n_parallel) + serving.n_ubatch)
-        total += n_tokens * int(n_kv) * (key_length * size_k + value_length * size_v)
+        total += n_tokens * n_kv * (key_length * size_k + value_length * size_v)
     return int(total)
 
 

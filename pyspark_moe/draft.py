@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .errors import DraftError, ModelFileError
 from .gguf_header import Value, read_gguf_header
-from .model_info import read_model_info
+from .model_info import largest_int, read_model_info
 
 SIMPLE, MTP, EAGLE3, DFLASH, DSPARK = "draft-simple", "draft-mtp", "draft-eagle3", "draft-dflash", "draft-dspark"
 
@@ -23,6 +23,7 @@ SIMPLE, MTP, EAGLE3, DFLASH, DSPARK = "draft-simple", "draft-mtp", "draft-eagle3
 _FIRST_COMPARED_TOKEN = 5
 _MAX_SIZE_DIFFERENCE = 128
 _TOKEN_TYPE_UNUSED = 5
+_MAX_BLOCK = 128  # tokens; blocks that are in use have 8 to 16, and llama.cpp ends the process for one that its graph has no room for
 _KEPT = frozenset(("tokenizer.ggml.tokens", "tokenizer.ggml.token_type"))
 
 
@@ -37,10 +38,7 @@ class _Header:
 
     def number(self, key: str, default: int = 0) -> int:
         """An integer `<arch>.<key>`; for a per-layer array its largest element."""
-        value = self.values.get(f"{self.arch}.{key}", default)
-        if isinstance(value, tuple):
-            value = max((v for v in value if isinstance(v, int)), default=default)
-        return int(value) if isinstance(value, (int, float)) else default
+        return largest_int(self.values.get(f"{self.arch}.{key}", default), default)
 
 
 @cache
@@ -111,6 +109,8 @@ def _read(path: str | Path, role: str) -> _Header:
 
 
 def _check_pair(kind: str, draft: _Header, target: _Header) -> None:
+    if kind in (DFLASH, DSPARK) and not 1 <= (size := draft.number("block_size", 16)) <= _MAX_BLOCK:
+        raise DraftError(f"the draft model '{draft.path}' says that it drafts blocks of {size} tokens; 1 to {_MAX_BLOCK} can be. Download or convert it again.")
     if kind in (DFLASH, DSPARK, EAGLE3):
         _check_layers(kind, draft, target)
         _check_hidden(draft, target, _hidden_read(kind, draft))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,8 +10,18 @@ from pathlib import Path
 from .errors import ModelFileError
 from .gguf_header import GgufHeader, Value, read_gguf_header
 
-_EXPERT_WEIGHT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight")
+# llama.cpp ends the process, with a stack trace, for a model with more (LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS), instead of refusing it.
+_MAX_LAYERS, _MAX_EXPERTS = 512, 1024
+_MAX_SHARDS = 99_999  # what a shard's name has room for
+
+_EXPERT_WEIGHT = re.compile(r"blk\.([0-9]{1,9})\.ffn_(gate|up|down|gate_up)_exps\.weight")
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def largest_int(value: Value | None, default: int) -> int:
+    """A metadata value as an int, of an array its largest element; `default` where there is none, or none that is finite."""
+    values = value if isinstance(value, tuple) else (value,)
+    return max((int(v) for v in values if isinstance(v, (int, float)) and math.isfinite(v)), default=default)
 
 
 @dataclass(frozen=True)
@@ -68,17 +79,16 @@ class ModelInfo:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def get_int(self, key: str, default: int = 0) -> int:
-        """The same as an int; the largest element of a per-layer array."""
-        value = self.get(key, default)
-        if isinstance(value, tuple):
-            value = max((v for v in value if isinstance(v, (int, float))), default=default)
-        return int(value) if isinstance(value, (int, float)) else default
+        """The same as an int; the largest element of a per-layer array. What is no number counts as not there."""
+        return largest_int(self.get(key, default), default)
 
 
 def _shard_paths(first: GgufHeader) -> list[Path]:
     count = first.metadata.get("split.count", 1)
     if not isinstance(count, int) or count <= 1:
         return [first.path]
+    if count > _MAX_SHARDS:
+        raise ModelFileError(f"'{first.path}' says that it is one of {count} parts; {_MAX_SHARDS} is the most. Download it again.")
     number = first.metadata.get("split.no", 0)
     match = _SHARD.fullmatch(first.path.name)
     if number != 0 or not match:
@@ -134,13 +144,18 @@ def read_model_info(path: str | Path) -> ModelInfo:
         file_bytes=sum(h.file_bytes for h in headers),
         metadata=first.metadata,
     )
+    n_layer = info.get_int("block_count")
+    if info.get("block_count") is not None and not 1 <= n_layer <= _MAX_LAYERS:
+        raise ModelFileError(f"'{path}' says that it has {n_layer} layers; 1 to {_MAX_LAYERS} can be. Download it again.")
     n_used = info.get_int("expert_used_count")
     n_expert = max((layer.n_expert for layer in layers), default=0)
     if layers and not 1 <= n_used <= n_expert:
         raise ModelFileError(f"'{path}' says that a token uses {n_used} of {n_expert} experts; that cannot be.")
+    if layers and not n_used <= (n_declared := info.get_int("expert_count")) <= _MAX_EXPERTS:
+        raise ModelFileError(f"'{path}' says that a layer has {n_declared} experts, of which a token uses {n_used}; {_MAX_EXPERTS} is the most. Download it again.")
     return replace(
         info,
-        n_layer=info.get_int("block_count"),
+        n_layer=n_layer,
         n_embd=info.get_int("embedding_length"),
         n_ctx_train=info.get_int("context_length"),
         n_expert_used=n_used if layers else 0,

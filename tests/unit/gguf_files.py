@@ -18,6 +18,10 @@ def u32(value: int) -> bytes:
     return struct.pack("<II", U32, value)
 
 
+def f32(value: float) -> bytes:
+    return struct.pack("<If", 6, value)
+
+
 def u16(value: int) -> bytes:
     return struct.pack("<IH", U16, value)
 

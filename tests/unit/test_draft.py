@@ -156,3 +156,9 @@ def test_table_of_targets_matches_the_built_sources() -> None:
         pytest.skip("needs the staged llama.cpp sources of a build (make build)")
     done = subprocess.run([sys.executable, ROOT / "scripts" / "draft_targets.py", "--source", source, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("size", [0, 4096, 2**32 - 1])
+def test_blocks_that_llama_cpp_would_end_the_process_for_are_refused(size: int, target: Path, tmp_path: Path) -> None:
+    with pytest.raises(DraftError, match=f"blocks of {size} tokens; 1 to 128"):
+        draft.resolve(dflash(tmp_path / "draft.gguf", numbers={"block_size": size}), target)

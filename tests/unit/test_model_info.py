@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from pathlib import Path
 
 import pytest
 
+from pyspark_moe.budget import Serving, kv_cache_bytes
 from pyspark_moe.errors import ModelFileError, ModelNotFoundError
 from pyspark_moe.gguf_header import read_gguf_header
 from pyspark_moe.model_info import read_model_info
 
-from gguf_files import DENSE_TENSORS, MOE_METADATA, MOE_TENSORS, string_array, u16, u32, write_gguf
+from gguf_files import DENSE_TENSORS, MOE_METADATA, MOE_TENSORS, f32, string_array, u16, u32, write_gguf
 
 
 @pytest.fixture
@@ -89,6 +91,11 @@ def test_flipped_header_bytes_never_escape(moe: Path, tmp_path: Path) -> None:
     ("metadata", "tensors", "message"),
     [
         ({**MOE_METADATA, "testarch.expert_used_count": u32(9)}, MOE_TENSORS, "uses 9 of 4 experts"),
+        ({**MOE_METADATA, "testarch.expert_used_count": f32(math.nan)}, MOE_TENSORS, "uses 0 of 4 experts"),
+        ({**MOE_METADATA, "testarch.expert_count": u32(0)}, MOE_TENSORS, "has 0 experts, of which a token uses 2"),
+        ({**MOE_METADATA, "testarch.expert_count": u32(2**32 - 1)}, MOE_TENSORS, "has 4294967295 experts"),
+        ({**MOE_METADATA, "testarch.block_count": u32(0)}, DENSE_TENSORS, "has 0 layers"),
+        ({**MOE_METADATA, "testarch.block_count": u32(3 + 2**31)}, MOE_TENSORS, "has 2147483651 layers"),  # one bit of the file
         (MOE_METADATA, [*MOE_TENSORS, ("blk.1.ffn_gate_up_exps.weight", (32, 16, 2), 0, 32 * 16 * 2 * 4)], "different numbers of experts"),
         (MOE_METADATA, [("blk.1.ffn_up_exps.weight", (32, 16), 0, 32 * 16 * 4)], "does not hold experts"),
         (MOE_METADATA, [("odd", (33, 2), 2, 64)], "not a multiple of its block"),
@@ -106,6 +113,23 @@ def test_impossible_counts_cost_nothing(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60) + b"\0" * 100)
     with pytest.raises(ModelFileError, match="more than the file can hold"):
         read_gguf_header(path)
+
+
+def test_impossible_numbers_of_shards_and_layers_cost_nothing(tmp_path: Path) -> None:
+    split = {**MOE_METADATA, "split.count": u32(2**31), "split.no": u16(0)}
+    with pytest.raises(ModelFileError, match="one of 2147483648 parts"):
+        read_model_info(write_gguf(tmp_path / "m-00001-of-00002.gguf", split, MOE_TENSORS))
+    unheard = [(name.replace("blk.1.", f"blk.{'9' * 5000}."), *rest) for name, *rest in MOE_TENSORS]  # more digits than int() takes
+    assert [layer.layer for layer in read_model_info(write_gguf(tmp_path / "m.gguf", MOE_METADATA, unheard)).layers] == [2]
+
+
+@pytest.mark.parametrize("key", ["context_length", "embedding_length", "attention.head_count", "attention.head_count_kv", "full_attention_interval"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_sizes_that_are_no_numbers_are_as_if_they_were_not_there(key: str, value: float, tmp_path: Path) -> None:
+    for is_list in (False, True):
+        given = f32(value) if not is_list else struct.pack("<IIQff", 9, 6, 2, value, value)
+        info = read_model_info(write_gguf(tmp_path / "m.gguf", {**MOE_METADATA, f"testarch.{key}": given}, MOE_TENSORS))
+        assert kv_cache_bytes(info, Serving(n_ctx=512)) >= 0
 
 
 def test_what_is_not_a_readable_file(tmp_path: Path) -> None:
