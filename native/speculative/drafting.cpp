@@ -39,7 +39,11 @@ drafting::sequence & drafting::at(int id_slot) {
 
 int32_t drafting::n_draft(int id_slot, int32_t n_allowed) {
     const std::lock_guard<std::mutex> lock(mutex);
-    return !is_broken && at(id_slot).pause.may_draft() ? width.choose(id_slot, n_allowed) : 0;
+    const int32_t n = !is_broken && at(id_slot).pause.may_draft() ? width.choose(id_slot, n_allowed) : 0;
+    if (n == 0) {
+        profile.single();
+    }
+    return n;
 }
 
 void drafting::drafted(int id_slot, llama_context * context, size_t n_tokens) {
@@ -87,7 +91,7 @@ void drafting::step_ended(const std::optional<step_profile::step> & step) {
         for (const uint64_t part : step->us) {
             us += part;
         }
-        width.step(step->n_drafts, step->n_drafted, step->n_accepted, us/1000.0, step->us[(int) server_phase::draft]/1000.0);
+        width.step(step->n_drafts, step->n_drafted, step->n_accepted, step->n_singles, us/1000.0, step->us[(int) server_phase::draft]/1000.0);
     }
 }
 

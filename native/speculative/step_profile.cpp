@@ -1,5 +1,7 @@
 #include "step_profile.h"
 
+#include <utility>
+
 namespace spark {
 
 std::optional<step_profile::step> step_profile::phase_end(server_phase phase, uint64_t now_us) {
@@ -9,6 +11,7 @@ std::optional<step_profile::step> step_profile::phase_end(server_phase phase, ui
     if (phase == server_phase::draft || (phase == server_phase::verify && !(has_draft && open.n_drafts == 0))) {
         ended     = close_step();
         has_draft = phase == server_phase::draft;
+        open.n_singles = std::exchange(n_singles_next, 0);
     }
     open.us[(int) phase] += us;
     return ended;
@@ -32,7 +35,8 @@ void step_profile::verified(int32_t n_drafted, int32_t n_accepted) {
 }
 
 std::optional<step_profile::step> step_profile::rest() {
-    last_us = 0;
+    last_us        = 0;
+    n_singles_next = 0;
     return close_step();
 }
 
@@ -41,7 +45,7 @@ std::optional<step_profile::step> step_profile::close_step() {
     open      = {};
     has_draft = false;
     if (closed.n_drafts == 0) {
-        return std::nullopt;
+        return closed.n_singles > 0 ? std::optional(closed) : std::nullopt;
     }
     sum.n_steps++;
     for (int i = 0; i < N_PHASE; i++) {

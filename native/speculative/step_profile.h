@@ -10,7 +10,7 @@
 
 namespace spark {
 
-// Pure: times come from the caller. Steps without a draft and what they cost are not counted.
+// Pure: times come from the caller. Steps without a draft are reported, and not counted.
 class step_profile {
 public:
     static constexpr int N_PHASE = 5; // of server_phase
@@ -25,15 +25,18 @@ public:
         std::vector<uint64_t> drafted_at;       // [depth]: drafts that were longer than `depth`
     };
 
-    // One step in which drafts were verified: how many, their tokens, and microseconds by server_phase.
+    // One step: drafts verified in it, their tokens, sequences that had none, and microseconds by server_phase.
     struct step {
-        int32_t n_drafts = 0, n_drafted = 0, n_accepted = 0;
+        int32_t n_drafts = 0, n_drafted = 0, n_accepted = 0, n_singles = 0;
         std::array<uint64_t, N_PHASE> us {};
     };
 
-    // The time since the last call belongs to `phase`. A step with a draft lasts until the next one drafts, or decodes; returns
-    // the step that this ends, if its drafts were verified.
+    // The time since the last call belongs to `phase`. A step lasts until the next one drafts, or decodes; returns the step that
+    // this ends, if drafts were verified in it or sequences had none.
     std::optional<step> phase_end(server_phase phase, uint64_t now_us);
+
+    // The step that comes next has a sequence without a draft.
+    void single() { n_singles_next++; }
 
     // A draft of the step was verified.
     void verified(int32_t n_drafted, int32_t n_accepted);
@@ -48,6 +51,7 @@ private:
 
     totals   sum;
     uint64_t last_us     = 0;
+    int32_t  n_singles_next = 0;
     bool     has_draft   = false; // the open step began with a draft
     step     open;
 };

@@ -65,8 +65,18 @@ double step_cost::with_draft(int32_t n_rows) const {
     return std::max(1e-3, at(n_rows) + mean_y + slope*(n_rows - mean_x));
 }
 
-double step_cost::without_draft(int32_t n_rows) const {
-    return std::max(1e-3, with_draft(n_rows) - (sum > 0 ? draft/sum : 0));
+void step_cost::add_single(double ms) {
+    static const double keep = std::exp2(-1/HALF_LIFE_SINGLE);
+    if (n_singles >= LEAST_STEPS) {
+        ms = std::min(ms, MOST*without_draft());
+    }
+    single_sum = single_sum*keep + 1;
+    single_ms  = single_ms*keep + ms;
+    n_singles++;
+}
+
+double step_cost::without_draft() const {
+    return std::max(1e-3, n_singles > 0 ? single_ms/single_sum : with_draft(1) - (sum > 0 ? draft/sum : 0));
 }
 
 void verify_width::configure(int32_t fixed, int32_t most, std::vector<step_cost::point> curve) {
@@ -94,8 +104,12 @@ int32_t verify_width::choose(int id, int32_t n_allowed) {
     if (is_auto() && s.n_rest > 0) {
         n = 0;
         if (--s.n_rest == 0) {
-            s.n_drafts = 0;
+            s.n_drafts  = 0;
+            s.n_singles = LOOK_SINGLES;
         }
+    } else if (is_auto() && s.n_drafts % LOOK_EVERY == 0 && s.n_singles < LOOK_SINGLES) {
+        n = 0;
+        s.n_singles++;
     } else if (is_auto() && (s.n_drafts % LOOK_EVERY < LOOK_DRAFTS || !cost.is_known())) {
         n = s.n_drafts % LOOK_DRAFTS < LOOK_DRAFTS/2 ? n_allowed : (n_allowed + 1)/2;
     } else if (is_auto()) {
@@ -105,6 +119,7 @@ int32_t verify_width::choose(int id, int32_t n_allowed) {
         s.n_rest   = n == 0 ? (TOKENS_OF_REST << std::min(s.n_rests - 1, MOST_DOUBLINGS)) - 1 : 0;
     }
     n_chosen[n]++;
+    s.n_singles = n > 0 ? 0 : s.n_singles;
     return n;
 }
 
@@ -113,7 +128,7 @@ int32_t verify_width::fastest(const sequence & s, int32_t n_allowed) const {
     const double rows      = n_others*(recent.n_drafts > 0 ? recent.n_rows/recent.n_drafts : 0);
     const double tokens    = n_others*(recent.n_drafts > 0 ? recent.n_tokens/recent.n_drafts : 0);
     const int32_t n_rows   = (int32_t) std::lround(rows);
-    const double without   = (tokens + 1)/(n_others > 0.5 ? cost.with_draft(n_rows + 1) : cost.without_draft(1)); // others draft all the same
+    const double without   = (tokens + 1)/(n_others > 0.5 ? cost.with_draft(n_rows + 1) : cost.without_draft()); // others draft all the same
     double  best_rate = LEAST_GAIN*without, last_rate = 0;
     int32_t best      = 0;
     double  expected = 1, reached = 1;
@@ -139,11 +154,26 @@ void verify_width::verified(int id, int32_t n_drafted, int32_t n_accepted) {
     pool.verified(n_drafted, n_accepted);
 }
 
-void verify_width::step(int32_t n_drafts, int32_t n_drafted, int32_t n_accepted, double ms, double draft_ms) {
+// The first step of another width builds and allocates its graph, which those that follow do not.
+bool verify_width::is_new_graph(int32_t n_rows) {
+    const bool is_new = n_rows != last_rows && n_passed < 2;
+    n_passed  = is_new ? n_passed + 1 : 0;
+    last_rows = n_rows;
+    return is_new;
+}
+
+void verify_width::step(int32_t n_drafts, int32_t n_drafted, int32_t n_accepted, int32_t n_singles, double ms, double draft_ms) {
+    const int32_t n_rows = n_drafts + n_drafted + n_singles;
+    if (!is_new_graph(n_rows)) {
+        if (n_drafts > 0) {
+            cost.add(n_rows, ms, draft_ms);
+        } else if (n_singles == 1) {
+            cost.add_single(ms);
+        }
+    }
     if (n_drafts <= 0) {
         return;
     }
-    cost.add(n_drafts + n_drafted, ms, draft_ms);
     const double weight = 1/std::min(8.0, recent.n + 1); // who shares steps changes within a few of them
     recent.n        += 1;
     recent.n_drafts += weight*(n_drafts - recent.n_drafts);

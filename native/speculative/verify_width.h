@@ -27,7 +27,8 @@ private:
 // that live steps add to it (drafting, longer texts, experts that have to be read), fitted to recent ones.
 class step_cost {
 public:
-    static constexpr double HALF_LIFE = 32; // steps
+    static constexpr double HALF_LIFE        = 32; // steps
+    static constexpr double HALF_LIFE_SINGLE = 8;  // steps without a draft, which are few while drafting pays
 
     struct point {
         int32_t n_rows;
@@ -42,9 +43,13 @@ public:
     // A step with drafts took this long, `draft_ms` of it for drafting.
     void add(int32_t n_rows, double ms, double draft_ms);
 
-    // A step with drafts, and one without.
+    // A step of one token, which nobody drafted for. Not a point of the line: where experts have to be read, a single token may go
+    // another way than several.
+    void add_single(double ms);
+
+    // A step with drafts, and one of one token without.
     double with_draft(int32_t n_rows) const;
-    double without_draft(int32_t n_rows) const;
+    double without_draft() const;
 
     // False until something is known that a choice can be made by.
     bool is_known() const { return n_steps >= LEAST_STEPS; }
@@ -59,6 +64,8 @@ private:
 
     std::vector<point> curve;
     int    n_steps = 0;
+    int    n_singles = 0;
+    double single_sum = 0, single_ms = 0; // decayed
     double sum = 0, sum_x = 0, sum_xx = 0, sum_y = 0, sum_xy = 0; // decayed; x: rows, y: milliseconds beyond the curve
     double draft = 0;                                             // decayed sum of draft_ms
 };
@@ -70,6 +77,7 @@ public:
     // In a row, since a step of another width builds its graph anew.
     static constexpr int    LOOK_EVERY     = 64;
     static constexpr int    LOOK_DRAFTS    = 4;
+    static constexpr int    LOOK_SINGLES   = 3;    // tokens without a draft before that, to see what they cost
     static constexpr int    TOKENS_OF_REST = 256;  // written without a draft when drafting is no faster than not; twice as many each time
     static constexpr int    MOST_DOUBLINGS = 3;    // that follows at once
     static constexpr double LEAST_GAIN     = 1.02; // over not drafting, or the sequence rests; and over its last width, or it keeps that
@@ -83,12 +91,12 @@ public:
     // A draft of `id` was verified.
     void verified(int id, int32_t n_drafted, int32_t n_accepted);
 
-    // A step ended in which n_drafts of n_drafted tokens in all were verified.
-    void step(int32_t n_drafts, int32_t n_drafted, int32_t n_accepted, double ms, double draft_ms);
+    // A step ended in which n_drafts of n_drafted tokens in all were verified, beside n_singles sequences without a draft.
+    void step(int32_t n_drafts, int32_t n_drafted, int32_t n_accepted, int32_t n_singles, double ms, double draft_ms);
 
     bool is_auto() const { return n_fixed == 0; }
 
-    // [width]: drafts that were given it; [0]: tokens written without a draft because drafting was no faster.
+    // [width]: drafts that were given it; [0]: tokens written without a draft, because drafting was no faster or to see what they cost.
     const std::vector<uint64_t> & chosen() const { return n_chosen; }
     const step_cost & costs() const { return cost; }
 
@@ -97,6 +105,7 @@ private:
         acceptance accepted;
         int n_drafts = 0; // since drafting began (again)
         int n_rest   = 0; // tokens until it begins again
+        int n_singles = 0; // since the last draft, to see what they cost
         int n_rests  = 0; // one after the other, with no more than a look between them
         int32_t n_chosen = 0; // the width chosen last
     };
@@ -105,11 +114,13 @@ private:
     struct mean_step { double n = 0, n_drafts = 0, n_rows = 0, n_tokens = 0; };
 
     sequence & at(int id);
+    bool is_new_graph(int32_t n_rows);
     int32_t fastest(const sequence & s, int32_t n_allowed) const;
 
     int32_t n_fixed = 0;
     int32_t n_most  = 0;
     step_cost  cost;
+    int32_t    last_rows = 0, n_passed = 0; // of the last step, and steps in a row whose time was passed over
     acceptance pool; // what a sequence is assumed to be like
     mean_step  recent;
     std::vector<sequence> sequences;

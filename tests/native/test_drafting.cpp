@@ -133,6 +133,24 @@ void profile_leaves_out_prompts_rests_and_steps_without_a_draft() {
     CHECK_EQ(total(p, server_phase::other), (uint64_t) 28);
 }
 
+void profile_reports_steps_without_a_draft() {
+    step_profile p;
+    uint64_t us = 100;
+    p.phase_end(server_phase::other, us);
+    p.single();
+    CHECK(!p.phase_end(server_phase::verify, us += 50));
+    p.phase_end(server_phase::features, us += 5);
+    p.single();
+    p.phase_end(server_phase::other, us += 3); // of the first: the second has not computed anything
+    const auto first = p.phase_end(server_phase::verify, us += 60);
+    CHECK(first && first->n_singles == 1 && first->n_drafts == 0);
+    CHECK_EQ(first->us[(int) server_phase::verify], (uint64_t) 50);
+    CHECK_EQ(first->us[(int) server_phase::other], (uint64_t) 3);
+    const auto second = p.phase_end(server_phase::draft, us += 2);
+    CHECK(second && second->n_singles == 1);
+    CHECK_EQ(p.get().n_steps, (uint64_t) 0);
+}
+
 void a_run_is_described_when_there_was_one() {
     drafting d;
     CHECK(spark::describe(d.get()).empty());
@@ -154,6 +172,7 @@ int main() {
     RUN(sequences_pause_alone);
     RUN(profile_adds_up_steps_with_a_draft);
     RUN(profile_leaves_out_prompts_rests_and_steps_without_a_draft);
+    RUN(profile_reports_steps_without_a_draft);
     RUN(a_run_is_described_when_there_was_one);
     return test::failures();
 }

@@ -42,7 +42,7 @@ void cost_is_the_curve_and_a_line_learned_from_steps() {
     CHECK(cost.is_known());
     CHECK(is_near(cost.with_draft(4), 16 + 5 + 8, 1.5));
     CHECK(is_near(cost.with_draft(8), 40 + 5 + 16, 1.5));
-    CHECK(is_near(cost.without_draft(1), 10 + 5 + 2 - 3, 1.5));
+    CHECK(is_near(cost.without_draft(), 10 + 5 + 2 - 3, 1.5));
     const double before = cost.with_draft(4);
     cost.add(4, 1e6, 3); // the machine was busy with something else
     CHECK(cost.with_draft(4) < 1.2*before);
@@ -57,14 +57,15 @@ void an_unmeasured_curve_is_no_crash() {
         CHECK(n >= 0 && n <= 7);
         if (n > 0) {
             w.verified(0, n, n/2);
-            w.step(1, n, n/2, 10, 1);
+            w.step(1, n, n/2, 0, 10, 1);
         }
     }
 }
 
 // Plays steps of one sequence whose every token is accepted with probability `p` (in a fixed pattern) and whose steps cost
-// `draft + one + row*(rows - 1)` milliseconds. The mean width of the last half, rests counted as 0.
-double settled_width(verify_width & w, double p, double draft, double one, double row, int n_tokens = 4000) {
+// `draft + one + row*(rows - 1)` milliseconds, without a draft `single` (0: as much as `one`). The mean width of the last half, rests
+// counted as 0.
+double settled_width(verify_width & w, double p, double draft, double one, double row, int n_tokens = 4000, double single = 0) {
     uint64_t state = 1;
     const auto random = [&] { state = state*6364136223846793005ull + 1442695040888963407ull; return (state >> 40)/(double) (1 << 24); };
     double sum = 0;
@@ -76,6 +77,7 @@ double settled_width(verify_width & w, double p, double draft, double one, doubl
             n_steps++;
         }
         if (n == 0) {
+            w.step(0, 0, 0, 1, single > 0 ? single : one, 0);
             continue;
         }
         int accepted = 0;
@@ -83,7 +85,7 @@ double settled_width(verify_width & w, double p, double draft, double one, doubl
             accepted++;
         }
         w.verified(3, n, accepted);
-        w.step(1, n, accepted, draft + one + row*n, draft);
+        w.step(1, n, accepted, 0, draft + one + row*n, draft);
     }
     return sum/n_steps;
 }
@@ -125,6 +127,28 @@ void a_sequence_rests_when_drafting_is_slower_and_looks_again() {
     CHECK(settled_width(w, 0.95, 2, 10, 2, 10000) > 4); // another text
 }
 
+void single_tokens_that_go_another_way_are_measured() {
+    verify_width slow, fast;
+    slow.configure(0, 7, line(10, 3));
+    CHECK(settled_width(slow, 0.5, 2, 10, 3, 4000, 40) > 1); // 1.5/15 of a token a millisecond instead of 1/40, though the curve says 1/10
+    fast.configure(0, 7, line(10, 1));
+    CHECK(settled_width(fast, 0.7, 2, 10, 1, 4000, 3) < 0.2);
+}
+
+void a_step_that_builds_its_graph_is_passed_over() {
+    verify_width w;
+    w.configure(0, 7, {});
+    for (int i = 0; i < 40; i++) {
+        const int rows = i / 4 % 2 ? 4 : 6;
+        w.step(1, rows - 1, 1, 0, i % 4 ? 10 : 50, 1);
+    }
+    CHECK(is_near(w.costs().with_draft(4), 10, 1));
+    for (int i = 0; i < 40; i++) {
+        w.step(1, 3 + i % 2, 1, 0, 20, 1); // never the same twice, and counted all the same
+    }
+    CHECK(w.costs().with_draft(4) > 12);
+}
+
 void fixed_is_fixed() {
     verify_width w;
     w.configure(4, 7, {});
@@ -133,7 +157,7 @@ void fixed_is_fixed() {
         CHECK_EQ(w.choose(0, 7), 4);
         CHECK_EQ(w.choose(0, 2), 2);
         w.verified(0, 4, 0);
-        w.step(1, 4, 0, 100, 90);
+        w.step(1, 4, 0, 0, 100, 90);
     }
     w.configure(63, 7, {});
     CHECK_EQ(w.choose(1, 100), 7);
@@ -152,7 +176,7 @@ void sequences_are_judged_by_their_own_drafts() {
         if (b > 0) {
             w.verified(1, b, n_bad);
         }
-        w.step((a > 0) + (b > 0), a + b, a + n_bad, 11 + 1.5*(a + b), 1);
+        w.step((a > 0) + (b > 0), a + b, a + n_bad, (a == 0) + (b == 0), 11 + 1.5*(a + b), 1);
         good += i >= 300 ? a : 0;
         bad  += i >= 300 ? b : 0;
     }
@@ -169,6 +193,8 @@ int main() {
     RUN(dear_rows_are_used_as_far_as_they_pay);
     RUN(the_line_corrects_a_wrong_curve);
     RUN(a_sequence_rests_when_drafting_is_slower_and_looks_again);
+    RUN(single_tokens_that_go_another_way_are_measured);
+    RUN(a_step_that_builds_its_graph_is_passed_over);
     RUN(fixed_is_fixed);
     RUN(sequences_are_judged_by_their_own_drafts);
     return test::failures();
