@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
@@ -30,6 +29,7 @@ from .placement import prior_uses
 from .prefill import Prefill
 from .profile_keeper import ProfileKeeper, check_profile, hotness_of, open_profile
 from .residency import needs_placing, open_store, place
+from .standard_streams import say
 from .store import Stats, Store
 
 llama_cpp = prepare_llama_cpp()
@@ -359,7 +359,7 @@ class SparkLlama(llama_cpp.Llama):
 
 
 def _say(text: str) -> None:
-    print(f"spark: {text}", file=sys.stderr, flush=True)
+    say(f"spark: {text}")
 
 
 def _make_config(spark: SparkConfig | bool | None) -> SparkConfig:

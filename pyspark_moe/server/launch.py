@@ -6,6 +6,7 @@ callbacks may be called from any thread; they take the GIL, which the serving th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -33,7 +34,7 @@ def _guarded(what: str, call: Callable[[], None]) -> int:
         say(f"error: {e}")
     except Exception as e:  # the boundary: a bug of ours must not end the server's process without a word
         say(f"error: {what} failed, please report this: {type(e).__name__}: {e}")
-        traceback.print_exc()
+        say(traceback.format_exc())
     return 1
 
 
@@ -143,7 +144,8 @@ def run_server(
     callbacks = Callbacks(session, serving, drafting, n_drafted, find_program(), child_args) if session else None
     exit_code = ffi.new("int32_t *")
     sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk under the log ends no server
+        sys.stderr.flush()
     try:
         check(lib.spark_server_run(len(argv), ffi.new("char *[]", argv), callbacks.struct if callbacks else ffi.NULL, exit_code))
     finally:

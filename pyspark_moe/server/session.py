@@ -7,12 +7,12 @@ threads: `model_loading`, `model_loaded` and `shutdown` from the serving thread,
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .. import standard_streams
 from ..bootstrap import find_history, read_history
 from ..budget import Serving, format_bytes
 from ..config import SparkConfig
@@ -34,7 +34,7 @@ ROUTES = ("/spark/stats", "/spark/budget")
 
 def say(text: str) -> None:
     """One line of ours among llama-server's log lines, which go to stderr too."""
-    print(f"{PREFIX} {text}", file=sys.stderr, flush=True)
+    standard_streams.say(f"{PREFIX} {text}")
 
 
 @dataclass(frozen=True)

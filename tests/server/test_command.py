@@ -8,9 +8,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
+from pyspark_moe.routing_profile import read_profile
 
 from harness import DFLASH_SERVER, TARGET, Server, run_server
 
@@ -64,6 +66,19 @@ def test_a_signal_while_loading_ends_the_program() -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) in (0, -signal.SIGTERM)
     process.stdout.close()
+
+
+@pytest.mark.parametrize("redirections", ["2>/dev/full", "<&- >&- 2>&-"])
+def test_a_log_that_cannot_be_written_ends_nothing(redirections: str, start: Start, tmp_path: Path) -> None:
+    """A full disk under the log, or a service without streams: requests are answered, and the profile has its lines and no others."""
+    profile = tmp_path / "profile.csv"
+    program = ("sh", "-c", f'exec "$0" "$@" {redirections}', *DFLASH_SERVER)
+    server = start("--demo", "--spark", "-c", 512, "--spark-profile", profile, "--spark-history", "none", program=program)
+    assert server.complete("a = ", n=40)
+    assert server.get("/spark/stats")["requests"]["finished"] == 1
+    assert server.stop() == 0
+    found = read_profile(profile)
+    assert found is not None and found.tokens > 0
 
 
 def test_unknown_flags_get_llama_servers_own_error() -> None:
