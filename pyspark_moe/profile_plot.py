@@ -25,6 +25,8 @@ def plot_profile(profile: RoutingProfile, path: Path, title: str) -> None:
     file cannot be written, ValueError for an unknown format or a profile without uses."""
     if profile.is_empty:
         raise ValueError("it has no uses yet")
+    if not path.suffix:  # matplotlib would add one, to a name that was not given
+        raise ValueError("its name needs a suffix that says the format, such as .png")
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 import struct
 import zlib
 from collections.abc import Mapping
@@ -159,7 +160,7 @@ class TraceWriter:
     """Writes a trace that appears under its name, whole, when `with` ends without an error; otherwise nothing is left.
 
     max_bytes  the file ends before the step that would pass it, and says so (is_capped); what comes after is dropped.
-    Raises TraceError when the file cannot be written.
+    A trace of that name is replaced, and nothing else is. Raises TraceError when the file cannot be written.
     """
 
     def __init__(self, path: str | Path, header: TraceHeader, max_bytes: int = 4 * GIB) -> None:
@@ -171,8 +172,24 @@ class TraceWriter:
         self._step_tokens = 0
         self._last_index = -1
         self._crc = 0
+        self._check_place()
         self._temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
         self._file: IO[bytes] | None = None
+
+    def _check_place(self) -> None:
+        if not self.path.name:
+            raise TraceError("A trace needs the name of a file.")
+        try:
+            is_trace = stat.S_ISREG(os.stat(self.path).st_mode)
+            if is_trace:
+                with open(self.path, "rb") as file:
+                    is_trace = file.read(len(MAGIC)) in (b"", MAGIC)
+        except FileNotFoundError:
+            return
+        except OSError as e:
+            raise self._unwritable(e) from None
+        if not is_trace:
+            raise TraceError(f"'{self.path}' is in the way and is left as it is: it is no trace. Name another file.")
 
     def __enter__(self) -> TraceWriter:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import secrets
 import stat
@@ -14,6 +15,7 @@ from pathlib import Path
 
 _LOCK_WAIT_SECONDS = 5.0
 _MAX_ASIDE = 100
+_MAX_RESULT_BYTES = 64 << 20
 LONGEST_ADDITION = 24  # bytes that names of lock, temporary and set-aside files have more than the file's own
 
 
@@ -107,6 +109,20 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes | None:
     if max(size, len(data)) > max_bytes:
         raise ValueError(f"it has {max(size, len(data))} bytes; {max_bytes} is the most")
     return data
+
+
+def check_own_result(path: Path, member: str) -> None:
+    """That a JSON result may be written to `path`: nothing is there, or an empty file, or a JSON object with `member`, which only our
+    results have. A model or a corpus that is named by mistake is not replaced. Raises ValueError, with the end of a sentence; OSError."""
+    data = read_regular_file(path, _MAX_RESULT_BYTES)
+    if not data:
+        return
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or member not in value:
+        raise ValueError("it exists and is no earlier result")
 
 
 def set_aside(path: Path) -> Path:

@@ -15,7 +15,7 @@ import click
 
 from .. import __version__
 from ..errors import ConfigError, EngineError, SparkError, StalledError
-from ..shared_file import replace_file
+from ..shared_file import check_own_result, replace_file
 from .machine import machine
 
 
@@ -23,7 +23,7 @@ class ResultFile:
     """What a measurement has found so far, and the file that says it. `with` marks how it ended.
 
     tool      "calibrate", "validate" or "bench"
-    path      where it is written, None: nowhere; a file that is there already is replaced
+    path      where it is written, None: nowhere; an earlier result that is there already is replaced, and nothing else is
     settings  everything that must be equal for two results to be comparable
 
     Raises ConfigError at once for a place that cannot be written, so that nothing is measured for it.
@@ -43,7 +43,18 @@ class ResultFile:
             "settings": {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
             "results": {},
         }
+        if path is not None:
+            self._check_place(path)
         self.write()
+
+    @staticmethod
+    def _check_place(path: Path) -> None:
+        try:
+            check_own_result(path, "tool")
+        except ValueError as e:
+            raise ConfigError(f"--json {path} cannot be written: {e}. Name another file.") from None
+        except OSError as e:
+            raise ConfigError(f"--json {path} cannot be written: {e.strerror or e}.") from None
 
     @property
     def results(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..model_info import read_model_info
 from ..pregate.recall import RECALL_AT, is_held_out, recalls, recency_scores
 from ..pregate.routers import read_router
 from ..routing_trace import Trace, read_trace
-from ..shared_file import replace_file
+from ..shared_file import check_own_result, replace_file
 
 _LOSSES = ("bce", "listnet", "ranknet")
 _BASELINES = ("temporal", "router")
@@ -56,6 +56,8 @@ def pregate(
     """
     read = read_trace(trace)
     _check(read, model)
+    if out is not None:
+        _check_place(out)
     chosen = () if baselines_only else losses or _LOSSES
     if chosen:
         from ..pregate.train import Training, train
@@ -95,6 +97,15 @@ def pregate(
             replace_file(out, (json.dumps(value, indent=1) + "\n").encode(), is_locked=False)
         except OSError as e:
             raise ConfigError(f"--out {out} cannot be written: {e.strerror or e}.") from None
+
+
+def _check_place(out: Path) -> None:
+    try:
+        check_own_result(out, "fingerprint")
+    except ValueError as e:
+        raise ConfigError(f"--out {out} cannot be written: {e}. Name another file.") from None
+    except OSError as e:
+        raise ConfigError(f"--out {out} cannot be written: {e.strerror or e}.") from None
 
 
 def _show(runs: list[dict[str, Any]], methods: tuple[str, ...], means: dict[str, dict[str, float]]) -> None:

@@ -183,6 +183,24 @@ def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(
         ResultFile("bench", tmp_path / place, {})
 
 
+@pytest.mark.parametrize("content", [b"GGUF\3\0\0\0", b'{"messages": []}\n{"messages": []}\n', b'{"messages": []}\n', b"[" * 100_000, b"\xff", b"1"])
+def test_a_result_replaces_no_model_and_no_corpus(tmp_path: Path, content: bytes) -> None:
+    path, link = tmp_path / "precious", tmp_path / "link"
+    path.write_bytes(content)
+    link.symlink_to(path)
+    for place in (path, link):
+        with pytest.raises(ConfigError, match="--json .* cannot be written: it exists and is no earlier result"):
+            ResultFile("bench", place, {})
+    assert path.read_bytes() == content
+
+
+def test_a_result_replaces_no_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # stands for /dev/null: root could replace that
+    with pytest.raises(ConfigError, match="not a regular file"):
+        ResultFile("bench", tmp_path / "pipe", {})
+    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
+
+
 # ---- corpora
 
 

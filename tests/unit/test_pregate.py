@@ -123,6 +123,9 @@ def test_traces_that_cannot_be_used(model: Path, trace: Path, tmp_path: Path) ->
     assert "512 tokens" in refused(tmp_path / "short", "--model", model)
     assert "another model" in refused(tmp_path / "other", "--model", model)
     assert "cannot be written" in refused(trace, "--model", model, "--baselines-only", "--out", tmp_path / "no" / "a.json")
+    before = model.read_bytes()
+    assert "no earlier result" in refused(trace, "--model", model, "--baselines-only", "--out", model)
+    assert model.read_bytes() == before
 
 
 def test_training_says_that_it_needs_torch(model: Path, trace: Path) -> None:

@@ -138,7 +138,7 @@ def test_plot(file: Path, tmp_path: Path, pyspark_moe) -> None:  # noqa: ANN001
     assert profile is not None
     table = relative_uses(profile)
     assert table[0, :3].tolist() == [5.0, 3.0, 1.0] and table[1, :4].tolist() == [1.0] * 4 and np.isnan(table[1, 4:]).all()
-    for wrong in (tmp_path / "nowhere" / "out.png", tmp_path / "out.nothing"):
+    for wrong in (tmp_path / "nowhere" / "out.png", tmp_path / "out.nothing", tmp_path / "out"):
         code, _, err = pyspark_moe("profile", "show", file, "--plot", wrong)
         assert code == 1 and "cannot be drawn" in err and not wrong.exists()
 

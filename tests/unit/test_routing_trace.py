@@ -188,6 +188,21 @@ def test_a_failed_recording_leaves_nothing(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize("content", [b"GGUF\3\0\0\0", b"SPK", b"text"])
+def test_a_trace_replaces_no_other_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="is no trace"):
+        TraceWriter(path, HEADER)
+    assert path.read_bytes() == content
+    os.mkfifo(tmp_path / "pipe")
+    for place, error in ((tmp_path, "is no trace"), (tmp_path / "pipe", "is no trace"), (Path(""), "name of a file"), (path / "a", "cannot be written")):
+        with pytest.raises(TraceError, match=error):
+            TraceWriter(place, HEADER)
+    write(tmp_path / "a")
+    write(tmp_path / "a", seed=1)
+
+
 @pytest.mark.parametrize("index, experts", [(0, [[0, 8]]), (0, [[-1, 2]]), (2, [[0, 6]]), (3, [[0, 1]]), (0, [[0, 1, 2]]), (0, np.empty((0, 2), int))])
 def test_the_writer_refuses_what_the_reader_would(tmp_path: Path, index: int, experts: object) -> None:
     with pytest.raises(ValueError):
