@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import signal
 import sys
@@ -15,6 +14,8 @@ import click
 from .errors import SparkError
 from .standard_streams import accept_every_character, flush_error, open_closed_streams, say
 
+# a group that was named without a command; click before 8.2 has no class for it and prints the help itself
+_HELP_ASKED = getattr(click.exceptions, "NoArgsIsHelpError", ())
 _LOST = "The output cannot be written: {}."
 
 
@@ -27,8 +28,12 @@ def run_command(command: click.Command, name: str, argv: Sequence[str] | None = 
     try:
         code = command.main(args=list(argv) if argv is not None else None, prog_name=name, standalone_mode=False)
     except click.ClickException as e:
-        with contextlib.suppress(OSError):
-            e.show()
+        if isinstance(e, _HELP_ASKED):
+            say(e.format_message())
+        else:
+            if isinstance(e, click.UsageError) and e.ctx is not None:
+                say(f"{e.ctx.get_usage()}\nTry '{e.ctx.command_path} --help' for help.\n")
+            say(f"{name}: error: {e.format_message()}")
         code = e.exit_code
     except SparkError as e:
         say(f"{name}: error: {e}")

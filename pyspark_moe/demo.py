@@ -3,9 +3,13 @@ it answered and how residency did, and stops it. Exit status 0 when all of that 
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends the demo without a traceback
+
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -162,6 +166,7 @@ def _show_speed(answer: dict[str, Any]) -> None:
 
 def main() -> int:
     """Entry point of `python -m pyspark_moe.demo [DFLASH_SERVER FLAGS]`; the exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run(sys.argv[1:])
     except (DemoError, OSError, ValueError, KeyError) as e:

@@ -12,6 +12,7 @@ from .bench import bench
 from .calibrate import calibrate
 from .doctor import doctor
 from .extract import extract
+from .help_text import WholeSentences
 from .plan import plan
 from .pregate import pregate
 from .profile import profile
@@ -20,7 +21,7 @@ from .quantize_draft import quantize_draft
 from .validate import validate
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=WholeSentences, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="pyspark-moe")
 def command() -> None:
     """Tools around dflash_server, which has its own --help."""

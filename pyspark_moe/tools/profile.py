@@ -14,11 +14,12 @@ from ..model_info import read_model_info
 from ..model_profile import model_profile
 from ..profile_plot import plot_profile
 from ..routing_profile import SUFFIX, RoutingProfile, merge_profiles, profile_time, read_profile, reset_profile, skew, write_profile
+from .help_text import WholeSentences
 
 _UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"))
 
 
-@click.group()
+@click.group(cls=WholeSentences)
 def profile() -> None:
     """Shows, merges and resets the profile of a model: which experts its traffic uses."""
 

@@ -49,6 +49,18 @@ def test_a_reader_who_has_seen_enough() -> None:
     assert done.stderr == ""
 
 
+def test_every_error_begins_with_the_program() -> None:
+    assert run("fail").stderr == "some-program: error: no\n"
+    assert run("open extra").stderr.splitlines()[-1].startswith("some-program: error: Got unexpected extra argument")
+
+
+@pytest.mark.parametrize("arguments", [[], ["profile"]])
+def test_a_group_shows_its_commands_in_whole_sentences(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "pyspark_moe.tools.cli", *arguments, "--help"], capture_output=True, text=True, timeout=60)
+    commands = done.stdout.partition("Commands:")[2]
+    assert done.returncode == 0 and commands and "..." not in commands
+
+
 def test_a_file_that_cannot_be_used_is_named() -> None:
     done = run("open")
     assert (done.returncode, done.stderr) == (1, "some-program: error: '/nowhere/at all': No such file or directory.\n")
